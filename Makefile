@@ -175,7 +175,7 @@ lint: $(VENV)/.packages .tools/bin/vale
 # Vale is built from its Go module, because its other packages download a program from a place that may be unreachable.
 .tools/bin/vale: Makefile
 	@command -v go >/dev/null || { echo "missing: go (builds Vale, which checks the prose). Install Go 1.25 or newer." >&2; exit 1; }
-	GOBIN=$(CURDIR)/.tools/bin CGO_CFLAGS=-w go install github.com/vale-cli/vale/v3/cmd/vale@v3.21.0
+	GOBIN=$(CURDIR)/.tools/bin go install github.com/vale-cli/vale/v3/cmd/vale@v3.21.0
 	touch $@
 
 # All checks that need a GPU. Without a GPU it prints that there is none.

@@ -136,12 +136,12 @@ def test_a_script_that_fails_or_hangs_later_is_tried_again(launch: Start, train,
     members(run, 1)
     hosts.trouble.write_text(trouble)
     hosts.are("localhost:2")
-    until(lambda: "the hosts found last stay" in own(run), "a failure that is told")
+    until(lambda: "the hosts that were found last are kept" in own(run), "a failure that is told")
     assert run.process.poll() is None
     hosts.trouble.write_text("")
     members(run, 2)
     said = finish(run, 2)
-    assert said.count("the hosts found last stay") == 1, said
+    assert said.count("the hosts that were found last are kept") == 1, said
 
 
 def test_a_hanging_script_ends_with_the_job(launch: Start, train, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def slots_of_local_variables_stay_with_their_rank():
     model = build(Closed("what its configuration does not hold"), seed=1)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[model.layers[0].kernel])
     broadcast.set_model(model)
-    with pytest.raises(ValueError, match="Closed cannot be made of its configuration"):
+    with pytest.raises(ValueError, match="Closed cannot be created from its configuration"):
         broadcast.on_train_begin()
 
 

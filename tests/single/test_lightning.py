@@ -150,7 +150,7 @@ def test_what_belongs_to_the_module_is_refused_as_a_parameter(data):
     with pytest.raises(ValueError, match="optimizer is required for a plain module"):
         fit(data, linear())
     plain = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "loss": torch.nn.MSELoss()}
-    with pytest.raises(ValueError, match="the optimizer holds parameters that are not the model's: 2"):
+    with pytest.raises(ValueError, match="the optimizer has parameters that the model does not have: 2"):
         fit(data, linear(), **plain)
 
 

@@ -111,7 +111,7 @@ def test_backend_and_num_proc_exclude_each_other(tmp_path):
 
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
     other = torch.optim.SGD(torch.nn.Linear(4, 2).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="not the model's: 2"):
+    with pytest.raises(ValueError, match="that the model does not have: 2"):
         estimator(tmp_path, optimizer=other).fit_on_parquet()
 
 

@@ -123,5 +123,5 @@ def test_an_estimator_learns_from_sequences(tmp_path, kind, source):
     assert fitted.getInputDtypes() == ["int64", "float32"]
     last = fitted.getHistory()[-1]
     assert last["train"]["loss"] < 0.3
-    with pytest.raises(ValueError, match="a ragged column is an input by itself: 'tokens'"):
+    with pytest.raises(ValueError, match="a ragged column must be a separate input: 'tokens'"):
         estimator.copy().setFeatureCols([["tokens", "size"]]).fit(rows)

@@ -103,7 +103,7 @@ def test_edit_fields_say_what_a_transformation_makes(data):
         epochs=1,
     )
     assert fitted.getModel().weight.shape == (1, 1)
-    with pytest.raises(ValueError, match="transformation_fn leaves no column of these names: x"):
+    with pytest.raises(ValueError, match="transformation_fn returns no columns with these names: x"):
         fit(data, one, transformation_fn=lambda row: {"y": row["y"]}, epochs=1)
 
 

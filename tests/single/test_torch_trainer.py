@@ -258,10 +258,11 @@ def test_a_run_goes_on_where_its_checkpoint_ends(data):
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_run(data, capfd):
     fit(data, linear(), epochs=1, run_id="r")
-    with pytest.raises(ValueError, match=r"run 'r' is of another model or optimizer: .* delete file://.*/runs/r: "):
+    with pytest.raises(ValueError, match=r"run 'r' belongs to another model or optimizer: .* file://.*/runs/r: "):
         fit(data, torch.nn.Sequential(linear()), epochs=2, run_id="r", resume="force")
     fit(data, linear(), epochs=2, run_id="r", resume="force", verbose=1)
-    assert f"run r goes on from its checkpoint file://{data}/runs/r/checkpoint, up to epoch 2" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"run r continues from its checkpoint file://{data}/runs/r/checkpoint, up to epoch 2" in told
 
 
 def test_the_checkpoint_is_plain_tensors_and_the_logs_are_lines(data):

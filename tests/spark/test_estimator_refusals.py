@@ -138,7 +138,7 @@ def test_more_processes_than_slots_are_refused_with_both_numbers(good, tmp_path)
 
 
 def test_arguments_that_run_does_not_know_are_refused_before_data_is_written(good, tmp_path):
-    with pytest.raises(TypeError, match=r"takes what farandole\.spark\.run takes, and not stdou: .*stdout"):
+    with pytest.raises(TypeError, match=r"takes what farandole\.spark\.run takes, but not stdou: .*stdout"):
         SparkBackend(2, stdou=None)
     for wrong, told in (
         ({"stdout": "log.txt"}, "stdout must be a stream"),

@@ -261,7 +261,7 @@ def test_a_run_is_resumed_by_its_id_with_the_same_learning_rate(tmp_path):
     again = estimator(store, epochs=4, run_id="r").fit_on_parquet()
     assert again.getHistory() == second.getHistory()
     wider = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="checkpoint of run 'r' is of another model"):
+    with pytest.raises(ValueError, match="checkpoint of run 'r' belongs to another model"):
         estimator(store, wider, epochs=9, run_id="r", resume="force").fit_on_parquet()
 
 

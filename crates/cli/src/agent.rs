@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole agent`: what a launcher on another host starts here.
+//! `farandole agent`: the process that a launcher on another host starts here.
 
 use std::io;
 

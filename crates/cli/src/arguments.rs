@@ -25,7 +25,7 @@ pub(crate) fn command() -> Command {
         .subcommand(timeline::command())
         .subcommand(
             Command::new("doctor")
-                .about("Says what is installed, which links and devices work, and what is wrong."),
+                .about("Reports what is installed, which links and devices work, and what is wrong."),
         )
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole bench`: how long one collective takes on several processes of this host.
+//! `farandole bench`: measures one collective on several processes of this host.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -39,7 +39,7 @@ const SIZES: &str = "4,1K,64K,256K,4M,64M";
 /// The command line.
 pub(crate) fn command() -> Command {
     Command::new("bench")
-        .about("Times a collective on several processes of this host; `-np N` may be written for `--num-proc N`.")
+        .about("Measures a collective on several processes of this host; `-np N` is the same as `--num-proc N`.")
         .override_usage("farandole bench <OPERATION> -np <N> [OPTIONS]")
         .arg(Arg::new("operation").required(true).value_parser(OPERATIONS).help("What to time"))
         .arg(
@@ -74,13 +74,13 @@ pub(crate) fn command() -> Command {
                 .long("iterations")
                 .default_value("0")
                 .value_parser(value_parser!(u32))
-                .help("Operations of each size; 0 takes as many as a second holds"),
+                .help("Operations of each size; 0 takes as many as fit into a second"),
         )
         .arg(
             Arg::new("json")
                 .long("json")
                 .action(ArgAction::SetTrue)
-                .help("Print one JSON object a line instead of a table"),
+                .help("Print one JSON object per line instead of a table"),
         )
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lines of the workers: on this process's own streams, and in files of each rank.
+//! Output of the workers: to this process's own streams, and to files of each rank.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole data`: prepares data and looks into it. The work is done by the Python package, which has pyarrow.
+//! `farandole data`: prepares and inspects data. The Python package, which has pyarrow, does the work.
 
 use std::io::Write as _;
 
@@ -30,7 +30,7 @@ pub(crate) fn command() -> Command {
             .help("A directory of Parquet files, or a Delta table")
     };
     Command::new("data")
-        .about("Prepares data for training without Spark, and looks into data.")
+        .about("Prepares data for training without Spark, and inspects data.")
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(
@@ -47,10 +47,10 @@ pub(crate) fn command() -> Command {
                         .help("Files, directories or patterns in quotes, in any store"),
                 )
                 .arg(text("to", "STORE", "The store, such as /data/farandole or s3://bucket/prefix").required(true))
-                .arg(many("features", "COLUMNS", "Columns for the model; default: all that are nothing else"))
+                .arg(many("features", "COLUMNS", "Columns for the model; default: all columns without another role"))
                 .arg(many("labels", "COLUMNS", "Columns to compare with"))
                 .arg(text("weight", "COLUMN", "Column with each row's weight"))
-                .arg(text("validation", "SHARE|COLUMN", "Share of rows held out, or the column that says which"))
+                .arg(text("validation", "SHARE|COLUMN", "Share of rows to hold out, or a column that selects them"))
                 .arg(text(
                     "stratify",
                     "COLUMN",
@@ -59,7 +59,7 @@ pub(crate) fn command() -> Command {
                 .arg(text("group", "COLUMN", "Column of groups: all rows of a group are on one side"))
                 .arg(text("time", "COLUMN", "Column of times or numbers: the latest rows are held out"))
                 .arg(text("seed", "SEED", "Of the split").default_value("0").value_parser(value_parser!(u64)))
-                .arg(many("fill", "[COLUMN=]VALUE", "What takes the place of nulls and NaN"))
+                .arg(many("fill", "[COLUMN=]VALUE", "Replacement of nulls and NaN"))
                 .arg(many(
                     "categories",
                     "COLUMN[=COUNT]",
@@ -75,17 +75,17 @@ pub(crate) fn command() -> Command {
                     Arg::new("allow-nan")
                         .long("allow-nan")
                         .action(ArgAction::SetTrue)
-                        .help("Take NaN and infinities as values like any others"),
+                        .help("Accept NaN and infinities like other values"),
                 )
                 .arg(
-                    text("format", "FORMAT", "Of files whose names do not tell")
+                    text("format", "FORMAT", "Format of files whose names do not show it")
                         .value_parser(["parquet", "csv", "json", "ipc"]),
                 )
                 .arg(many("type", "COLUMN=TYPE", "Type of a column of CSV or JSON, such as id=string"))
                 .arg(many("csv", "OPTION=VALUE", "How CSV is read, such as delimiter=; or encoding=latin1"))
                 .arg(text("sql", "QUERY", "A query of the source, which is the table `source` in it"))
                 .arg(
-                    text("compression", "KIND", "Of the files written")
+                    text("compression", "KIND", "Compression of the written files")
                         .default_value("none")
                         .value_parser(["none", "snappy", "lz4", "zstd"]),
                 )
@@ -97,13 +97,13 @@ pub(crate) fn command() -> Command {
                     Arg::new("again")
                         .long("again")
                         .action(ArgAction::SetTrue)
-                        .help("Prepare anew even if it has been done before"),
+                        .help("Prepare again even if this was done before"),
                 )
                 .arg(json()),
         )
         .subcommand(
             Command::new("inspect")
-                .about("Says what a data set holds: rows, files, columns with types, shapes and extremes.")
+                .about("Prints the content of a data set: rows, files, columns with types, shapes and extremes.")
                 .arg(url())
                 .arg(
                     Arg::new("verify")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole doctor`: what is installed, what works (by trying it), what is wrong and how to mend it.
+//! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how to fix it.
 
 mod starter;
 
@@ -275,7 +275,7 @@ fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
         }
         _ => (
             true,
-            "by NCCL where every rank has a GPU of its own, by CUDA IPC on one they share, else through host memory",
+            "by NCCL if every rank has its own GPU, by CUDA IPC if ranks share one, otherwise through host memory",
         ),
     }
 }
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_tensors_on_gpus_follows_from_what_is_there() {
+    fn the_way_of_tensors_on_gpus_follows_from_the_libraries() {
         assert!(tensors_on_gpus("auto", true, true).0);
         for (chosen, driver, nccl, way) in [
             ("auto", false, true, "no driver"),
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_python_without_a_framework_is_told_what_to_install() {
+    fn a_python_without_a_framework_gets_a_hint_what_to_install() {
         let page = examine(&Python::default(), &Modules::new());
         assert!(
             page.text.contains("[ ] PyTorch                 pip install \"farandole[torch]\""),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole store`: what lies in a store, how large it is, and what of it nobody needs any more.
+//! `farandole store`: lists a store, its size, and prepared data that is no longer used.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Write as _};
@@ -20,16 +20,16 @@ pub(crate) fn command() -> Command {
         Arg::new("json")
             .long("json")
             .action(ArgAction::SetTrue)
-            .help("Print one JSON object a line instead of a table")
+            .help("Print one JSON object per line instead of a table")
     };
     with_options(Command::new("store"))
-        .about("Shows and tidies stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
+        .about("Lists and cleans up stores: local paths, s3://, gs://, abfss://, hdfs://, dbfs:/.")
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(Command::new("ls").about("Lists what is directly in a directory.").arg(url()).arg(json()))
         .subcommand(
             Command::new("du")
-                .about("Sums up the files of each directory: prepared data, runs and all else, and says what is in use.")
+                .about("Prints the size of each directory (prepared data, runs, other files), and what is in use.")
                 .arg(url())
                 .arg(json()),
         )
@@ -52,7 +52,7 @@ pub(crate) fn command() -> Command {
                     Arg::new("dry-run")
                         .long("dry-run")
                         .action(ArgAction::SetTrue)
-                        .help("Say what would be deleted, and delete nothing"),
+                        .help("Print what would be deleted, and delete nothing"),
                 )
                 .arg(json()),
         )
@@ -79,13 +79,13 @@ pub(crate) fn with_options(command: Command) -> Command {
                 .long("option-file")
                 .global(true)
                 .value_name("PATH")
-                .help("A file of storage options, one KEY=VALUE a line, # before comments; - is standard input"),
+                .help("A file of storage options, one KEY=VALUE per line, # begins a comment; - is standard input"),
         )
 }
 
 fn pair(text: &str) -> Result<(String, String)> {
     // The value may be a secret, so it is not repeated.
-    let (key, value) = text.split_once('=').context("a storage option is KEY=VALUE")?;
+    let (key, value) = text.split_once('=').context("a storage option must be KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
@@ -165,7 +165,7 @@ fn value_of(key: &str, value: String, input: &mut impl BufRead) -> Result<String
 fn age(text: &str) -> Result<Duration> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 24 * 3600), ("w", 7 * 24 * 3600)];
     let unit = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
-    let (digits, seconds) = unit.with_context(|| format!("an age has a unit, such as 7d: {text}"))?;
+    let (digits, seconds) = unit.with_context(|| format!("an age needs a unit, such as 7d: {text}"))?;
     let count: u64 = digits.trim().parse().with_context(|| format!("not an age: {text}"))?;
     count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the command asks of the process it is linked into.
+//! The interface of the command to the process that contains it.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -39,7 +39,7 @@ pub(crate) fn command() -> Command {
                 .value_name("PORT")
                 .default_value("0")
                 .value_parser(value_parser!(u16))
-                .help("Port on 127.0.0.1; 0 is any that is free"),
+                .help("Port on 127.0.0.1; 0 chooses a free one"),
         )
 }
 

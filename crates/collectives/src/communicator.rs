@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The traits behind which hosts and accelerators look the same to the engine.
+//! The traits that hide the differences between hosts and accelerators from the engine.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong in an operation.
+//! Errors of an operation.
 
 use farandole_world::Fault;
 

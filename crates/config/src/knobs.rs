@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The registry. One row per knob; `cargo xtask config-docs` renders it.
+//! The registry of settings: one row for each; `cargo xtask docs` renders it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_level_that_is_none_is_refused_with_those_that_are() {
+    fn an_unknown_log_level_is_refused_with_the_known_ones() {
         assert_eq!(read(&[]).unwrap().log_level, LogLevel::Warning);
         assert_eq!(read(&[("HOROVOD_LOG_LEVEL", "DEBUG")]).unwrap().log_level, LogLevel::Debug);
         let error = read(&[("FARANDOLE_LOG_LEVEL", "verbose")]).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The forms a value may take, the same everywhere.
+//! The types of values and their text forms.
 
 use std::time::Duration;
 

@@ -15,7 +15,7 @@ use crate::{Error, Nvrtc, Result};
 
 /// The bytes of a digest in front of what it is of.
 const DIGEST: usize = 32;
-/// Makes names of files under way differ within a process.
+/// Makes names of files in progress differ within a process.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// A folder of compiled kernels.
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn another_source_architecture_or_compiler_is_compiled_anew() {
+    fn another_source_architecture_or_compiler_is_compiled_again() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(folder.path());
         cache.get_or("source", 90, (13, 2), || Ok(vec![1])).unwrap();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_cut_off_or_changed_is_compiled_anew() {
+    fn a_truncated_or_changed_file_is_compiled_again() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(folder.path());
         let path = cache.path("source", 90, (13, 2));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A GPU behind the traits `Device` and `Event`: copies on a stream of our own, joined with the framework's by events.
+//! A GPU with the traits `Device` and `Event`: copies on our own stream, which events join with the framework's stream.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 mod room;
@@ -228,7 +228,7 @@ impl Gpu {
             0
         });
         let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
-        // Also after a failure: what was queued before it goes on.
+        // Also after a failure: what was queued before it continues.
         let event = open.mark(stream, keep);
         copied.and(event).map_err(|error| self.failed(&error))
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The driver's functions: the table, and each as a call that says which failed and why.
+//! The driver's functions: the table, and a call for each, whose error names the function and the reason.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::{CStr, c_char, c_uint, c_void};
@@ -52,7 +52,7 @@ const NON_BLOCKING: c_uint = 1;
 const NO_TIMING: c_uint = 2;
 /// Host memory that is page-locked for every context.
 const PORTABLE: c_uint = 1;
-/// Calls do not end a capture of a graph that is under way on another thread.
+/// Calls do not end a capture of a graph that is in progress on another thread.
 const RELAXED: i32 = 2;
 
 table! {
@@ -320,7 +320,7 @@ impl Context {
     }
 
     /// Calls a function of the driver with this context current, and leaves the thread as it was. Where another thread
-    /// captures a graph, that goes on: what is asked for here is no part of it.
+    /// captures a graph, that continues: what is asked for here is no part of it.
     ///
     /// # Errors
     /// `Driver` with the function's name.
@@ -418,7 +418,7 @@ impl Context {
     }
 
     /// A pool of our own. The default one gives all that it has back to the system whenever somebody waits for a stream,
-    /// and takes it anew for the next result, which takes longer than most results.
+    /// and takes it again for the next result, which takes longer than most results.
     fn pool(&self) -> Option<MemoryPool> {
         let table = self.driver.table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How communicators come to their end: they wait, but not for long.
+//! The end of communicators: they wait for a short time.
 
 use std::time::{Duration, Instant};
 

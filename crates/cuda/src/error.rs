@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong with libraries and devices.
+//! Errors of libraries and devices.
 
 use std::path::PathBuf;
 

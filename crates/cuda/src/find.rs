@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where CUDA's libraries are.
+//! The search for CUDA's libraries.
 //!
 //! In this order: folders that somebody named, what the process has loaded already (torch loads its own), wheels next
 //! to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA 13 in

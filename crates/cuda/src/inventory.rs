@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What there is of CUDA, for people: which libraries were found where, their versions, and why some were refused.
+//! A report about CUDA for users: which libraries were found where, their versions, and why some were refused.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use crate::driver::Driver;

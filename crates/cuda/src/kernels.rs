@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Our kernels: their source, what they are called with, and launching them.
+//! Our kernels: their source, their arguments, and their launch.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::{CString, c_void};

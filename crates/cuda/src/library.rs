@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Shared libraries that are loaded at run time, for good, and tables of their functions.
+//! Shared libraries that are loaded at run time and never unloaded, and tables of their functions.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::{CStr, CString, c_void};

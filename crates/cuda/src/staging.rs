@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_back_is_lent_again_and_what_is_out_is_not() {
+    fn returned_memory_is_lent_again_and_lent_memory_is_not() {
         let (_, pool) = pool(usize::MAX);
         let first = pool.lend(100).unwrap();
         let second = pool.lend(100).unwrap();

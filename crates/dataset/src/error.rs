@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can be wrong with a manifest or a request.
+//! Errors of a manifest or a request.
 
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The manifest: what a directory of Parquet holds.
+//! The manifest: the description of a directory of Parquet files.
 
 use std::collections::BTreeMap;
 

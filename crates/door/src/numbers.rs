@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What crosses the door as a number.
+//! The numbers of operations and types in the door.
 
 /// Which collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

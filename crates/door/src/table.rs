@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The table and what its functions take and give.
+//! The table, and the arguments and results of its functions.
 
 use std::ffi::{CStr, c_char, c_void};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The one thread that drives when nobody waits. Asleep otherwise; it also tells peers that this process lives.
+//! The thread that drives the engine if no thread waits, and otherwise sleeps. It also sends heartbeats to peers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

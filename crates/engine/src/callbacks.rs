@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The one thread that runs callbacks: foreign code, which may take its time and may submit again.
+//! The thread that runs callbacks, which are foreign code that may be slow and may submit again.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can be told of a request without other ranks; then what they must agree on, and what is this rank's own.
+//! Checks of a request without other ranks, then its part that all ranks must agree on, and its local part.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where callers leave requests and fetch results: names in flight, handles, the queue to whoever drives.
+//! The place where callers leave requests and get results: names in flight, handles, the queue to the driving thread.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

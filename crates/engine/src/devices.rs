@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The devices of an engine. More may come while it runs: nobody looks for devices before a tensor is on one.
+//! The devices of an engine. They are added when the first tensor is on them.
 
 use std::sync::{Arc, OnceLock};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The door: checks that need no other rank, then the desk.
+//! The public engine: checks that need no other rank, then the desk.
 
 mod helping;
 

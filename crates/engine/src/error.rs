@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong, and what the trainer may do about it.
+//! Errors, and how the training loop may react to them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -128,7 +128,7 @@ pub enum Error {
         handle: Handle,
     },
     /// The ranks submitted different requests under one name. Comes from `wait`, on every submitting rank; the engine
-    /// goes on.
+    /// continues.
     #[error("{text}")]
     Mismatch {
         /// The tensor.
@@ -136,7 +136,7 @@ pub enum Error {
         /// What differs, then what every rank submitted.
         text: Arc<str>,
     },
-    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine goes on.
+    /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine continues.
     #[error("{operation} of {tensor} failed: {cause}")]
     Unsupported {
         /// The operation.

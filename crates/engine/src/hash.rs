@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A quick hash for tensor names and handles, which nobody chooses in order to collide.
+//! A fast hash for tensor names and handles, which are not chosen by attackers.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What an engine is made of; whoever starts it brings all of it.
+//! The parts of an engine, which its caller provides.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who drives. Whoever waits, helps: the holder of the progress lock drives for everybody.
+//! Progress: waiting threads help, and the holder of the progress lock drives for all.
 //!
 //! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
 //! What they tell each other without a lock is in [`signals`].
@@ -61,7 +61,7 @@ impl Driver {
 enum Until {
     /// Itself: until its result is there or its time is over.
     Done(Handle, Instant),
-    /// Everybody: until nothing is under way or somebody else wants to.
+    /// Everybody: until nothing is in progress or somebody else wants to.
     Idle,
     /// Nobody: sleeping on behalf of peers until anything happens.
     Something,
@@ -121,7 +121,7 @@ impl Inner {
         }
     }
 
-    /// A submitter has left something on the desk and goes on with other things: peers hear of it now, the background
+    /// A submitter has left something on the desk and continues with other things: peers hear of it now, the background
     /// thread does the rest. Quick, for the caller may hold a lock of its own.
     pub(crate) fn announce(&self) {
         self.signals.submitted();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a caller asks for and what it gets back.
+//! Requests of callers, and their results.
 
 use std::fmt;
 use std::sync::Arc;

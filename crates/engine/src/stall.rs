@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is told about tensors that some ranks submitted and others did not.
+//! The stall report: tensors that only some ranks have submitted.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who has announced a tensor, and what each of them wants.
+//! The ranks that have announced a tensor, and their requests.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who watches operations from outside: the timeline, and NVIDIA's profilers.
+//! Observers of operations: the timeline, and NVIDIA's profilers.
 //!
 //! Rank 0 coordinates the global process set and so knows when every rank arrived; its file is the one to look at.
 //! Ranks below one node of the tree arrive together, when the last of them is known there. Other ranks write files of

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who talks to whom: ranks of a machine under its first member, machines in a binomial tree under member 0.
+//! The control tree: ranks of a machine below its first member, machines in a binomial tree below member 0.
 
 use std::collections::HashMap;
 

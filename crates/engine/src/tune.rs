@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Autotune: finds the fusion threshold that moves most bytes per microsecond.
+//! Autotune: finds the fusion threshold that moves the most bytes per microsecond.
 //!
 //! Rank 0 fuses, so the threshold is its alone: nothing has to be told to the other ranks. Horovod tunes a cycle time
 //! too, and whether to cache and to go by hierarchies; here there are no cycles, spinning adapts by itself with every

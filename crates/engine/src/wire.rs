@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Numbers and texts in control frames: integers as LEB128 varints, texts and lists behind their length.
+//! Numbers and texts in control frames: integers as LEB128 varints, texts and lists after their length.
 
 /// Appends values to a frame.
 #[derive(Debug)]

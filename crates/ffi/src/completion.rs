@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Completions of one submission, gathered until the last has come, then handed through the door once.
+//! Completions of one submission, which are collected and then passed through the door once.
 #![expect(unsafe_code, reason = "calls back across the door, and takes memory back")]
 
 use std::ffi::{CStr, c_void};

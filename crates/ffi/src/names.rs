@@ -2,10 +2,10 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Numbers for operations without a name: they count from 0 in every session and among every list of ranks, so that
-//! ranks which begin anew together agree again, and what some do among themselves does not mix up the others.
+//! ranks which begin again together agree again, and what some do among themselves does not mix up the others.
 //!
 //! A rank that ran out of data gave out fewer numbers than the others did. When all ranks have joined, they count
-//! anew, and the number of that join comes before each: no number of before is given out twice.
+//! again, and the number of that join comes before each: no number of before is given out twice.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -49,7 +49,7 @@ pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank
     })
 }
 
-/// Takes note that all ranks of this process's session have joined: from here on they count anew, together.
+/// Takes note that all ranks of this process's session have joined: from here on they count again, together.
 pub fn joined() {
     if let Ok(session) = session::current() {
         counted(&session, |counts| {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! C requests become the engine's.
+//! Converts C requests to requests of the engine.
 #![expect(unsafe_code, reason = "addresses come from the other side of the door")]
 
 use std::sync::Arc;

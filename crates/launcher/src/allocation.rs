@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a batch system has given to this job: hosts, slots, and its own program that reaches them.
+//! The allocation of a batch system: hosts, slots, and the program that reaches the hosts.
 //!
 //! | system | recognised by | hosts and slots from | hosts reached by |
 //! | --- | --- | --- | --- |

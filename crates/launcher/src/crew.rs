@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Everybody who works for one job: agents of this host in threads, those of other hosts behind connections.
+//! The agents of one job: those of this host in threads, those of other hosts behind connections.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc;
@@ -18,7 +18,7 @@ use crate::work::Work;
 /// What the caller wants of a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wish {
-    /// That it goes on.
+    /// That it continues.
     #[default]
     GoOn,
     /// That it ends, with time for a last checkpoint: SIGINT to the workers.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can keep a worker from running.
+//! Errors that prevent a worker from running.
 
 use std::io;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A tiny process that outlives this one just long enough to end a worker's whole process group.
+//! A small process that outlives this one until it has ended the worker's whole process group.
 //!
 //! The kernel's parent-death signal reaches the worker alone; its children (data loaders) would live on. The guard is
 //! a program blocked on a pipe that only this process holds: a line means all is well, an end of file that we are

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which hosts are this one, and which tasks stay here.
+//! Finds which names mean this host, and which tasks run here.
 
 use std::net::{IpAddr, ToSocketAddrs as _};
 use std::thread;

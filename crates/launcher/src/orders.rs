@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a launcher and the agent of another host say to each other through the program that joins them.
+//! The protocol between a launcher and the agent of another host, through the program that connects them.
 //!
 //! The agent's standard output begins with a line of its own ([`GREETING`]); what a login shell printed before is
 //! skipped. Then both directions carry frames: one byte of kind, eight bytes of length (big endian), the body.

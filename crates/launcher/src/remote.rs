@@ -349,7 +349,7 @@ fn give_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Re
     pipe.flush()
 }
 
-/// Reads the program's stderr to its end and keeps the last lines; each is also an event, for a job that goes on.
+/// Reads the program's stderr to its end and keeps the last lines; each is also an event, for a job that continues.
 fn listen(host: &str, mut stderr: impl Read) -> Vec<String> {
     let mut splitter = Splitter::default();
     let mut tail = Tail::new(TAIL);

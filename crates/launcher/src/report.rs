@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a job ended, as the command tells it.
+//! The report of the command about the end of a job.
 
 use farandole_registrar::How;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The program that runs a command on another host: ssh, a batch system's own, or any other of that kind.
+//! The program that runs a command on another host: ssh, that of a batch system, or a similar one.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Starting a process that dies with this one.
+//! Starts a process that dies with this one.
 //!
 //! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks for everybody.
 //! Between fork and exec only system calls are made, as a fork of a process with threads demands.
@@ -38,7 +38,7 @@ pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Chi
     ask(command, inherited, false)
 }
 
-/// As [`spawn`], of a process that goes on when this one ends.
+/// As [`spawn`], of a process that continues when this one ends.
 ///
 /// # Errors
 /// As `Command::spawn`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What every worker of a job runs, here and elsewhere.
+//! The program or function that every worker of a job runs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

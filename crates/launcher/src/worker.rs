@@ -82,7 +82,7 @@ pub(crate) struct Remains {
 
 /// What tells the C library to keep the memory that a training step frees for the next step, which needs it again at
 /// once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel clears 100 MB of
-/// gradients anew in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
+/// gradients again in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
 /// them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set them
 /// themselves. What stays unused for longer goes back all the same: `farandole.common.heap` sees to that.
 pub const ALLOCATOR: [(&str, &str); 3] = [
@@ -350,7 +350,7 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
     }
 }
 
-/// A pipe whose ends are above the standard descriptors, which the child sets anew.
+/// A pipe whose ends are above the standard descriptors, which the child sets again.
 fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     let system = |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can be wrong with the data or the place it goes to.
+//! Errors of the data or of its destination.
 
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A preparation that cannot go on.
+/// A preparation that cannot continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -68,7 +68,7 @@ pub struct Spec {
     /// mostly zeros.
     #[serde(default)]
     pub compress_sparse: bool,
-    /// What takes the place of nulls and NaN, as text, by column; `"*"` stands for all other columns it makes sense for.
+    /// What replaces nulls and NaN, as text, by column; `"*"` stands for all other columns it makes sense for.
     /// Without it they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
@@ -123,7 +123,7 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What takes the place of nulls and NaN of `column`, and whether it was meant for this column alone.
+    /// What replaces nulls and NaN of `column`, and whether it was meant for this column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))

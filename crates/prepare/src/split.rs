@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which side a row goes to.
+//! The split of rows into training and validation.
 
 use std::sync::Arc;
 

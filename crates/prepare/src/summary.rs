@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a finished partition tells the driver.
+//! The summary of a finished partition for the driver.
 
 use farandole_dataset::{Column, DataFile};
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whether files are still what their writers left.
+//! Checks that files have not changed since they were written.
 
 use farandole_dataset::{DataFile, Manifest};
 use farandole_store::Store;

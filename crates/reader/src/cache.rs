@@ -122,7 +122,7 @@ impl Cache {
     pub(crate) fn put(&self, part: &Part, index: usize, column: &[u8]) {
         let Some(place) = self.takes(part) else { return };
         if self.file.write_all_at(column, self.column(place, index)).is_err() {
-            // Out of memory: what is kept so far stays of use, the rest is decoded anew in every epoch.
+            // Out of memory: what is kept so far stays of use, the rest is decoded again in every epoch.
             self.full.store(true, Ordering::Relaxed);
         }
     }
@@ -139,7 +139,7 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // A forked child shares the lock with its parent, who goes on.
+        // A forked child shares the lock with its parent, who continues.
         if self.process == std::process::id() && self.file.try_lock().is_ok() {
             drop(std::fs::remove_file(&self.path));
         }

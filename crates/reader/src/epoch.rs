@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Threads that carry out a plan.
+//! Threads that execute a plan.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

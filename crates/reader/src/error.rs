@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong between files and batches.
+//! Errors between files and batches.
 
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -30,7 +30,7 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// A directory whose preparation was killed, or goes on.
+    /// A directory whose preparation was killed, or continues.
     #[error("data is being prepared here, or its preparation was killed and has to be run again: {url}")]
     Unfinished {
         /// The directory.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What takes the place of nulls and NaN.
+//! Replacements of nulls and NaN.
 
 use farandole_dataset::Element;
 

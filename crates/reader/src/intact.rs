@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whether fetched chunks are the bytes that were written, where a manifest tells.
+//! Compares fetched chunks with the checksums of a manifest.
 
 use std::collections::HashMap;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory that is used again: fresh memory costs a page fault for every four kilobytes of it.
+//! A pool of memory: new memory costs a page fault for every four kilobytes.
 //!
 //! Large pieces are mapped and unmapped one by one. The allocator would keep them, and budgets would not hold. What a
 //! reader that is gone had is kept for the next one in this process.

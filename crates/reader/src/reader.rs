@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a rank reads, epoch by epoch.
+//! The reader of one rank, epoch by epoch.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -74,7 +74,7 @@ impl Default for Options {
 pub(crate) struct Selected {
     pub(crate) field: Field,
     pub(crate) out: Element,
-    /// What takes the place of nulls and NaN.
+    /// What replaces nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
 }

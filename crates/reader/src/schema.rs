@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Columns of files that nobody prepared.
+//! Columns of files that were not prepared.
 
 use arrow::datatypes::{DataType, Schema};
 use farandole_dataset::{Column, Element, Role};

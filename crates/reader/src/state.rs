@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is loaded, what is ready, and what to do next: no threads, no clock.
+//! The state of an epoch: loaded blocks, ready batches, and the next action. It has no threads and no clock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

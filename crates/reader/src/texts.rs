@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Texts and bytes of any length: they lie beside the memory of a batch.
+//! Strings and bytes of any length, which are stored beside the memory of a batch.
 
 use arrow::array::{Array, LargeBinaryArray, LargeBinaryBuilder};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Accepting connections when that fails: whatever listens goes on listening.
+//! Accepts connections, and continues after an error.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Messages as prost writes them, in buffers that begin small: of ten thousand streams most carry a sign of life.
+//! Messages of prost in buffers that begin small, because most of ten thousand streams carry only heartbeats.
 
 use std::marker::PhantomData;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where wire types stop: to and from the words of `world`, `telemetry` and this crate.
+//! Conversions between wire types and the types of `world`, `telemetry` and this crate.
 
 use std::collections::BTreeMap;
 

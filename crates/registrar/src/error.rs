@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong between a task and its registrar.
+//! Errors between a task and its registrar.
 
 use std::time::Duration;
 

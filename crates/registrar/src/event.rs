@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the driver hears of its job.
+//! Events of a job for its driver.
 
 use farandole_telemetry::{Record, Weight};
 use farandole_world::{Generation, Rank, TaskId, World};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a worker ended, and what that means for its generation.
+//! The outcome of a worker, and its consequence for the generation.
 
 use std::fmt;
 

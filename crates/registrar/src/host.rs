@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Facts about this host: who it is, and where it can be reached.
+//! Facts about this host: its identity and its addresses.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Keys and values of the current generation. Values are bytes that nobody here looks into.
+//! Keys and values of the current generation. Values are opaque bytes.
 
 use std::collections::HashMap;
 

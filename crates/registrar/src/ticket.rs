@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a task needs to be let in.
+//! The ticket that admits a task.
 //!
 //! Text form: `frn1.` and, in unpadded URL-safe base64: token (32 bytes), SHA-256 of the certificate (32), then
 //! length-prefixed (u16, big endian) job id and addresses up to four bytes from the end, which are the first four of

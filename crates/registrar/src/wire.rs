@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What both ends agree on beside the messages.
+//! Constants of the protocol besides the messages.
 
 /// Compared on every registration and heartbeat.
 pub const PROTOCOL_VERSION: u32 = 5;

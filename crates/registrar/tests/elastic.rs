@@ -96,7 +96,7 @@ fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
     let worlds = join(&[first, second, third], 0, &[]);
     assert_eq!(ranks(&worlds), [(1, 0, 3), (1, 1, 3), (1, 2, 3)]);
 
-    // One dies; what it had put under its world is over, and the others go on.
+    // One dies; what it had put under its world is over, and the others continue.
     first.put("key", b"value").unwrap();
     let (told, change) = mpsc::channel();
     first.watch_changes(Generation(2), move |change| told.send(change).unwrap_or_default());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A registrar that is gone, and one that goes on from its journal: the workers notice nothing but a pause.
+//! A registrar that is gone, and one that continues from its journal: the workers notice nothing but a pause.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -106,7 +106,7 @@ fn a_registrar_that_starts_again_from_its_journal_has_the_same_world_and_all_val
     assert_eq!(crew[1].1.get("key", Instant::now() + PATIENCE).unwrap(), b"value");
     assert_eq!(crew[1].1.put_if_absent("claim", b"second").unwrap(), b"first");
     assert_eq!(ranks(&join(&crew, 0)), [(1, 0, 2), (1, 1, 2)], "who has not heard of the world hears of it");
-    // And the job goes on.
+    // And the job continues.
     assert_eq!(ranks(&join(&crew, 1)), [(2, 0, 2), (2, 1, 2)]);
     assert!(all(&crew, meet).iter().all(|met| matches!(met, Meet::All(_))));
     drop(second);

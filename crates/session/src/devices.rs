@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The GPUs of a session, taken up when a tensor is on one.
+//! The GPUs of a session, which are added when a tensor is on one.
 
 use std::path::PathBuf;
 use std::sync::Arc;

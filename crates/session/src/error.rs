@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong while a world forms.
+//! Errors while a world forms.
 
 use std::time::Duration;
 

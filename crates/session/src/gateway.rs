@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks of other hosts by way of the registrar, where hosts open connections and take none.
+//! Links to ranks of other hosts through the registrar, if hosts open connections but accept none.
 
 use std::net::SocketAddr;
 

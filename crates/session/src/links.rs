@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How large the rings between ranks are.
+//! The sizes of the rings between ranks.
 
 use std::collections::BTreeMap;
 

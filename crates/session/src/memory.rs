@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory for tensors that operations work on again and again.
+//! Memory for tensors that operations use repeatedly.
 
 use farandole_collectives::Memory;
 

@@ -43,7 +43,7 @@ pub fn begin(wishes: &Wishes, interrupted: &mut (dyn FnMut() -> bool + Send)) ->
     Ok(true)
 }
 
-/// Leaves the world: operations under way fail, here and at the peers. Does nothing without a session. In a forked
+/// Leaves the world: operations in progress fail, here and at the peers. Does nothing without a session. In a forked
 /// child it only forgets the parent's session.
 pub fn shutdown() {
     if let Some(session) = forked() {

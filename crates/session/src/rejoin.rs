@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Elastic jobs: one world after the other in one process.
+//! Elastic jobs: several worlds, one after the other, in one process.
 //!
 //! Each time the registrar is told which world this process leaves and whom it lost there, and gives it a place in the
 //! next one. There is no limit to that wait but the registrar's own: a spare waits for as long as the job lasts.

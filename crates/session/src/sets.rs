@@ -115,7 +115,7 @@ impl Session {
     }
 
     /// Where this world has taken over the sets of the world before, those of them that `init` was asked for when the
-    /// job began; `None` where it has begun with what `init` was asked for.
+    /// job began; `None` where it has started with what `init` was asked for.
     pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
         let table = self.sets.table.read();
         table.carried.as_ref().map(|_| table.given.clone())
@@ -231,7 +231,7 @@ impl Session {
         if self.world().generation.0 <= 1 {
             return Ok(None);
         }
-        // Who asks for sets begins anew.
+        // Who asks for sets begins again.
         let own = rejoin::left_sets().filter(|_| wishes.is_empty());
         agreed(client, self.world(), own.as_ref(), deadline, interrupted)
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What `init` is asked for, and what can be told of it without other ranks.
+//! The arguments of `init`, and their checks without other ranks.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// What `init` is asked for; all ranks that form a world ask for the same.
 #[derive(Clone, Debug, Default)]
 pub struct Wishes {
-    /// Ranks of the launched world that form this one, numbered anew in their order; `None`: all.
+    /// Ranks of the launched world that form this one, numbered again in their order; `None`: all.
     pub ranks: Option<Vec<u32>>,
     /// Process sets from the start, by ranks of the new world. They get the numbers 1, 2 and so on.
     pub process_sets: Vec<Vec<u32>>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The doorbell of a process: a page that tells whether it sleeps and lives, and an eventfd that wakes it.
+//! The doorbell of a process: a page that shows whether it sleeps and is alive, and an eventfd that wakes it.
 
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Noticing a fork for the price of one load.
+//! Detects a fork at the cost of one load.
 //!
 //! A page that the kernel wipes in forked children holds a token; whoever remembers another token was created in
 //! another process. Where the kernel cannot wipe (old sandboxes) the process id is asked for each time instead.

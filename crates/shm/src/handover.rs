@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Handing descriptors to another process over a Unix socket.
+//! Passes descriptors to another process over a Unix socket.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of one process that others of its host map and work in.
+//! Memory of one process that other processes of the host map and use.
 //!
 //! ```text
 //! memfd    | nonce, retired | data ......... |

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The words through which two sides of shared memory tell each other what they did, and when to ring.
+//! The control words of shared memory through which both sides report their progress and request wake-ups.
 //!
 //! Nothing here knows where the words lie, so that loom can try every order of what both sides do
 //! (`make loom`): a ring's words in `SHM-2`'s roles, a bell's word in `SHM-4`'s.

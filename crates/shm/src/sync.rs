@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Atomics: the machine's, or those of loom, which tries every order of their effects (`--cfg loom`).
+//! Atomics of the machine, or of loom, which tries every order of their effects (`--cfg loom`).
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong with stored bytes.
+//! Errors of a store.
 
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who uses a directory of prepared data.
+//! The users of a directory of prepared data.
 //!
 //! Small files in the directory itself say so, each naming a process: `_lease-<n>.json` for the one that writes,
 //! `_use-<name>.json` for any number that read. A file counts as long as its process lives; what cannot be seen from here

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Prepared data that nobody needs any more.
+//! The deletion of unused prepared data.
 //!
 //! Only directories that a preparation has named are looked at, `intermediate_*_data[.N]` below a store's prefix. One
 //! goes when its newest file is old enough and nobody holds its lease; a set's training data says so for all three of
@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::lease;
 use crate::store::Store;
 
-/// Manifests of data that stays where others put it: small, and made anew when they are asked for.
+/// Manifests of data that stays where others put it: small, and made again when they are asked for.
 const PLANS: &str = "plans";
 
 /// A directory of prepared data.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A file that is written piece by piece and appears at its end.
+//! A file that is written in pieces and appears when it is complete.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -65,7 +65,7 @@ impl Upload {
     /// Appends a piece.
     ///
     /// # Errors
-    /// The backend's; the upload cannot go on after that.
+    /// The backend's; the upload cannot continue after that.
     pub fn write(&mut self, piece: Bytes) -> Result<()> {
         self.bytes += piece.len() as u64;
         self.pending_bytes += piece.len();

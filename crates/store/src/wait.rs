@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Waiting for a backend on the thread that asks.
+//! Waits for a backend on the calling thread.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -177,7 +177,7 @@ fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
     let address = address(&meeting);
-    // More than may be under way: the oldest are dropped. Each sends a part of a hello and then nothing.
+    // More than may be in progress: the oldest are dropped. Each sends a part of a hello and then nothing.
     let slow: Vec<TcpStream> = (0..200)
         .map(|_| {
             let mut stream = TcpStream::connect(address).unwrap();
@@ -299,7 +299,7 @@ fn a_peer_that_left_in_order_is_no_failure_but_ends_its_links() {
     }
 }
 
-/// A process set that ends with a transfer under way: one rank drops its links before it has read everything.
+/// A process set that ends with a transfer in progress: one rank drops its links before it has read everything.
 #[test]
 fn a_link_that_is_dropped_with_bytes_unread_does_not_make_its_rank_a_lost_one() {
     let meshes = meshes(2, |options| options.use_shared_memory = false);

@@ -16,7 +16,7 @@ pub(crate) const RECORD: &str = "_record.json";
 pub(crate) const HISTORY: &str = "logs/history.jsonl";
 /// Losses within epochs.
 pub(crate) const STEPS: &str = "logs/steps.jsonl";
-/// What a run was begun with.
+/// What a run was started with.
 pub(crate) const FINGERPRINT: &str = "_fingerprint.json";
 /// Files that make a directory the one of a run.
 const OF_RUNS: [&str; 4] = [RECORD, HISTORY, FINGERPRINT, "checkpoint"];

@@ -110,7 +110,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts anew."""
+        """Counts again."""
         del logs
         self.batches_remaining = self.batches_per_commit
 
@@ -165,7 +165,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins anew."""
+        """Begins again."""
         del epoch, logs
         self.state.batch = 0
 

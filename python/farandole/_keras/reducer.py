@@ -45,7 +45,7 @@ class _Labels:
     """Tells the reducers of a process apart: by the optimizer's name, if the script gave one, else by their order.
 
     That is the order in which they first reduce, in which ranks agree, for they wait for each other there; some may
-    have made more optimizers than others, or in another order. It begins anew with every world.
+    have made more optimizers than others, or in another order. It begins again with every world.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _Reducer:
 
 
 class _TorchReducer(_Reducer):
-    """Reduces in place of the backward pass's results, which nobody else reads."""
+    """Reduces instead of the backward pass's results, which nobody else reads."""
 
     def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend

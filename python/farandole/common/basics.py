@@ -47,7 +47,7 @@ def take_place(ticket: str, rank: int) -> None:
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What `init` asks of an mpi4py communicator."""
+    """The interface of an mpi4py communicator for `init`."""
 
     def Get_rank(self) -> int:  # noqa: N802 - MPI's name
         """This process's number."""
@@ -58,11 +58,11 @@ class Communicator(Protocol):
         ...
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """What each process has given, by rank."""
+        """The values of all processes, by rank."""
         ...
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """What the root has given."""
+        """The value of the root."""
         ...
 
 

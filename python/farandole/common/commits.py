@@ -30,7 +30,7 @@ class StoredCommits:
 
     Args:
         store: Where to, or its URL.
-        run_id: Names the directory there. A job that starts anew has the same one.
+        run_id: Names the directory there. A job that starts again has the same one.
         every: Commits from one that is written to the next.
 
     Raises:
@@ -91,7 +91,7 @@ class StoredCommits:
                 finally:
                     done()
                 self._remote.write_checkpoint(self._remote.checkpoint_filename, data)
-            except Exception as error:  # noqa: BLE001 - training goes on; its end raises it
+            except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
 
@@ -105,7 +105,7 @@ class StoredCommits:
         return self._failure
 
     def resume(self) -> bytes | None:
-        """The commit to go on from; `None` where there is none.
+        """The commit to continue from; `None` where there is none.
 
         Raises:
             ValueError: There are some, and none of them can be used.

@@ -201,7 +201,7 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} cannot be saved to a store")
 
     def _lend(self) -> Any:
-        """What the last commit kept; it does not change before `_take_back`."""
+        """The state of the last commit. It does not change before `_take_back`."""
         raise NotImplementedError
 
     def _take_back(self) -> None:
@@ -225,7 +225,7 @@ class Reader(Protocol):
     """Deals a data set out among the ranks: a state keeps where it is, and has it follow the world."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is in the data, the same on every rank."""
+        """The position of the training in the data, the same on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -340,7 +340,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 class Position:
-    """Where a reader is."""
+    """The position of a reader."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -356,7 +356,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
     While it runs, SIGTERM and SIGPWR have a worker of an elastic job leave at its next commit; a second one ends it.
 
     Args:
-        func: Takes a `State` first; goes on from there.
+        func: Takes a `State` first; continues from there.
         reset: Leaves the old world and joins the new one.
 
     Returns:

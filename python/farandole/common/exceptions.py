@@ -49,7 +49,7 @@ HorovodInternalError = FarandoleInternalError
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The set of hosts has changed: training goes on from here in a new world.
+    """The set of hosts has changed: training continues from here in a new world.
 
     Attributes:
         skip_sync: Whether ranks were only removed, so that the state of those who stay needs no synchronization.
@@ -61,7 +61,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What is said of something that was built with another version than the installed one."""
+    """The message about a part that was built with another version than the installed one."""
     return f"{name} was built with version {version}, but this is installed: {installed_version}"
 
 

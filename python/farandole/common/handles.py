@@ -71,7 +71,7 @@ class _Whole:
 
 
 class HandleTable:
-    """The operations one framework's module has under way, and the numbers of those it gave no name.
+    """The operations one framework's module has in progress, and the numbers of those it gave no name.
 
     Args:
         family: Keeps the numbered names of one module apart from those of others.

@@ -26,7 +26,7 @@ class File:
 
     @property
     def version(self) -> str:
-        """What changes when the file does."""
+        """Facts that change when the file changes."""
         return f"{self.path} {self.size} {self.modified}"
 
 
@@ -39,7 +39,7 @@ class Found:
 
 
 def find(path: str) -> Found:
-    """What a path means.
+    """The meaning of a path.
 
     Args:
         path: A file, a directory (every file below it, but for names that begin with `_` or `.`), or a pattern with

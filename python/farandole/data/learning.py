@@ -35,7 +35,7 @@ _TRAINING = ("train", "training", "false", "0", "no")
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for: values, or words for values that are to be learned."""
+    """The request: values, or words for values that are to be learned."""
 
     categories: Mapping[str, Any] = field(default_factory=dict)
     """By column its categories, or how many there may be; `None`: all that there are."""
@@ -61,7 +61,7 @@ class Wish:
     def of(
         cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None, ragged: Any = None
     ) -> Self:
-        """What the arguments of a function say.
+        """The request in the arguments of a function.
 
         Args:
             categories: Names, or a mapping as `categories` above.
@@ -129,7 +129,7 @@ class Wish:
         return {name: value for name, value in self.fill.items() if isinstance(value, str) and value in WORDS}
 
     def plan(self, schema: pa.Schema, roles: Roles) -> dict[str, list[str]]:
-        """What to learn of which column.
+        """The values to learn from each column.
 
         Args:
             schema: Of the rows.
@@ -331,7 +331,7 @@ def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -
 
 
 def encoding_at(url: str) -> Encoding | None:
-    """What `note_encoding` kept.
+    """The encoding that `note_encoding` stored.
 
     Args:
         url: Of training or validation data.

@@ -224,7 +224,7 @@ class ParquetLoader(BaseDataLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
 
-        Taken after any batch, it makes another loader of the same data set go on with the row after it, also one of
+        Taken after any batch, it makes another loader of the same data set continue with the row after it, also one of
         another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
         given the loader, as in `TorchState(..., reader=loader)`, keeps it with every commit.
         """
@@ -302,7 +302,7 @@ class ParquetLoader(BaseDataLoader):
     def follow_world(self) -> None:
         """Takes this rank and the number of ranks from the running job again, unless they were given.
 
-        The next iteration goes on after the last batch that was handed out. For elastic jobs: a `State` that has the
+        The next iteration continues after the last batch that was handed out. For elastic jobs: a `State` that has the
         loader calls it.
         """
         rank, size = self._given

@@ -144,7 +144,7 @@ def _of_bytes(image: Any) -> Any:
 
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floats"
-        raise ValueError(f"it is of {kind}, whose range is not known (mode {image.mode} of Pillow)")
+        raise ValueError(f"it is of {kind}, whose range is unknown (mode {image.mode} of Pillow)")
     if not image.mode.startswith("I;16"):
         return image
     return Pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))

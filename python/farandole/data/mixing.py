@@ -88,7 +88,7 @@ class MixedLoader(BaseDataLoader):
         return self._steps - self._first
 
     def _state(self, step: int, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Where everything is after a batch."""
+        """The positions of all loaders after a batch."""
         return {
             "version": _STATE_VERSION,
             "step": step,

@@ -63,7 +63,7 @@ class PreparedData:
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
     encoding: Encoding | None = field(default=None, repr=False)
-    """What became of categories and missing values, where rows were encoded."""
+    """The encoding of categories and missing values, if rows were encoded."""
     place: places.Place | None = field(default=None, repr=False, compare=False)
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
@@ -142,7 +142,7 @@ def prepare_data(
             files are cut. Or a column: true, positive, or `"validation"` rows are held out, negative, null and `"test"`
             rows are left out altogether.
         seed: Of that choice.
-        fill: What takes the place of nulls and NaN: one value for all columns it makes sense for, or values by column
+        fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values by column
             (`"*"` for all others). Without it they are errors that name the column. `"mean"`, `"median"` and
             `"most_frequent"` are learned from the rows; a validation column leaves out those that it holds out. A
             feature `<column>__missing` says where a column is missing.
@@ -176,7 +176,7 @@ def prepare_data(
         ImportError: pyarrow is not installed: `pip install 'farandole[data]'`.
         FileNotFoundError: There is no such file.
         ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
-        OSError: The store refused; another try goes on with what is missing.
+        OSError: The store refused; another try continues with what is missing.
     """
     from farandole.spark.common.store import Store  # noqa: PLC0415 - loaded with fsspec
 
@@ -208,7 +208,7 @@ def roles_of(
     weight: str | None,
     validation: float | str | None,
 ) -> Roles:
-    """What each column of a source is for.
+    """The role of each column of a source.
 
     Raises:
         ValueError: A column is missing, or is two things; or a share that cannot be.
@@ -260,7 +260,7 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
         spec: How.
 
     Returns:
-        What takes the place of `validation` in the spec; `None` where nothing is to change, or all rows are equal.
+        What replaces `validation` in the spec; `None` where nothing is to change, or all rows are equal.
     """
     if not (spec["validation"] or {}).get("fraction"):
         return None
@@ -318,7 +318,7 @@ def prepare(
         roles: The columns.
         spec: What `spec_of` said, and more.
         kind: Who asks: it decides how long the data is kept, see `places`.
-        wish: Categories, and what takes the place of missing values, as in `spec`.
+        wish: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
     """
@@ -365,7 +365,7 @@ def prepare(
 
 
 def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
-    """What the manifests of a place say."""
+    """The content of a place's manifests."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
     encoding = encoding_at(place.train_url)

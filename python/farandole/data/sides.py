@@ -42,7 +42,7 @@ class Split:
     """Columns whose content decides, with `stratify`."""
 
     def tally(self) -> Any:
-        """What has to be known of all rows."""
+        """The facts about all rows that the split needs."""
         return {"stratify": _Classes, "group": _Groups, "time": _Times}[self.by](self)
 
     @property
@@ -259,7 +259,7 @@ class _Times:
         self.quantile.merge(other.quantile)
 
     def sides(self) -> Sides:
-        """What holds the latest rows out.
+        """The rule that holds out the latest rows.
 
         Raises:
             ValueError: all rows are of one time.

@@ -45,7 +45,7 @@ _SPARK_KINDS = {
 
 @dataclass(frozen=True)
 class ColumnStatistics:
-    """What is known of a column. Of lists, the numbers are their lengths."""
+    """The statistics of a column. For lists, the numbers are their lengths."""
 
     kind: str
     """`number`, `value` (strings and booleans), `list`, or `other`, of which only missing rows are counted."""

@@ -164,7 +164,7 @@ _ALIASES = {"float32": "float", "float64": "double"}
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """What a function returned, as arrays by name."""
+    """The result of a function, as arrays by name."""
     if isinstance(result, dict):
         return result
     names = getattr(result, "column_names", None) or getattr(getattr(result, "schema", None), "names", None)

@@ -55,13 +55,13 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """What is still to be dealt of an epoch."""
+    """The rows of an epoch that are not assigned yet."""
 
     epoch: int
     start: int
     """The first row, in the order of the epoch, that was never dealt."""
     left: tuple[Piece, ...] = ()
-    """What was dealt to ranks that are lost."""
+    """The rows that were assigned to lost ranks."""
 
 
 @dataclass
@@ -86,11 +86,11 @@ class Turns:
     rounds: int = 0
     """Rounds that were dealt since the last step was finished."""
     dealt: list[Round] = field(default_factory=list)
-    """What was dealt since."""
+    """The rows that were assigned since."""
     hand: list[Piece] = field(default_factory=list)
-    """What this rank has taken since."""
+    """The rows that this rank has taken since."""
     due: list[Piece] = field(default_factory=list)
-    """What was dealt to this rank and not taken."""
+    """The rows that were assigned to this rank and not taken."""
 
     @classmethod
     def told(cls, records: Sequence[dict[str, Any] | None]) -> Turns:
@@ -161,7 +161,7 @@ class Turns:
         return max(0, -(-(read - piece.offset) // piece.stride))
 
     def record(self) -> dict[str, Any]:
-        """What the others are told."""
+        """The message to the other ranks."""
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
         return {**kind, "place": self.place, "rounds": self.rounds, "dealt": list(self.dealt), "hand": list(self.hand)}
 

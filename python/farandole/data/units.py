@@ -28,7 +28,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Source:
-    """What was found: its columns, and how to read some of them."""
+    """The found data: its columns, and how to read some of them."""
 
     schema: pa.Schema
     print: str | None

@@ -93,7 +93,7 @@ class LightningState(TorchState):
         super().__init__(**kwargs)
 
     def fit(self, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Has a trainer go on from the last commit, and commits while it trains.
+        """Has a trainer continue from the last commit, and commits while it trains.
 
         Args:
             trainer: Of this world, with the strategy `"farandole"`; made in the training function.
@@ -176,12 +176,12 @@ class LightningState(TorchState):
 
 
 def _dumped(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint has; `Trainer.save_checkpoint` would write it."""
+    """The content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
 
 
 def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as if the epoch under way were to begin: its data begins where the state says."""
+    """A checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     for kind in ("total", "current"):
         done = progress[kind]["completed"]

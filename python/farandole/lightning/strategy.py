@@ -128,7 +128,7 @@ def strategy_class(package: str) -> type[Any]:
 
         @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]:
-            """What a sampler needs to know."""
+            """The arguments of a sampler."""
             return {"num_replicas": self.world_size, "rank": self.global_rank}
 
         def set_world_ranks(self) -> None:

@@ -53,7 +53,7 @@ def number_of(dtype: np.dtype[Any]) -> int:
 
 
 def address_of(array: Array) -> int:
-    """Where the first element lies."""
+    """The address of the first element."""
     return array.__array_interface__["data"][0]
 
 

@@ -38,7 +38,7 @@ class RayBackend(Backend):
     nodes reach. `ray.init` has been called, or is called with its defaults.
 
     With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
-    one takes its place when Ray has the resources. The fewest workers that train have their resources at once. Further
+    one replaces it when Ray has the resources. The fewest workers that train have their resources at once. Further
     ones wait in Ray's queue where there is no room, which makes an autoscaler add nodes.
 
     Args:

@@ -62,7 +62,7 @@ class AgentHolder:
 
 @dataclass
 class Needs:
-    """What each actor needs of Ray.
+    """The resources of each actor.
 
     Attributes:
         cpus: CPUs.

@@ -67,10 +67,10 @@ class TestDiscovery(elastic_v2.TestDiscovery):
 
 @dataclass
 class ElasticSettings:
-    """What `ElasticRayExecutor.create_settings` returns.
+    """The result of `ElasticRayExecutor.create_settings`.
 
     Attributes:
-        min_num_proc: Fewest ranks with which the job goes on.
+        min_num_proc: Fewest ranks with which the job continues.
         max_num_proc: Most ranks; default: as many as the cluster has slots when the job starts.
         reset_limit: How often the world may change.
         elastic_timeout: Seconds for which there may be too few ranks.

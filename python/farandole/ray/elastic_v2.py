@@ -28,10 +28,10 @@ _START_WITHIN = 600.0
 
 @dataclass
 class ElasticParams(BaseParams):
-    """What an elastic job needs.
+    """The parameters of an elastic job.
 
     Attributes:
-        min_workers: Fewest ranks with which it goes on.
+        min_workers: Fewest ranks with which it continues.
         max_workers: Most ranks; default: as many as the cluster has slots when the job starts.
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
@@ -63,7 +63,7 @@ class ElasticParams(BaseParams):
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
-        """What runs such a job."""
+        """The runner of such a job."""
         return ElasticAdapter
 
 

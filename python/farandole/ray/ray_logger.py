@@ -28,7 +28,7 @@ def configure(queue: Any) -> None:
 
 
 def log(info_dict: dict[str, Any]) -> None:
-    """Sends a record to every callback of the `run` under way, usually on rank 0.
+    """Sends a record to every callback of the `run` in progress, usually on rank 0.
 
     Args:
         info_dict: The record; in an elastic job it holds what JSON knows, else what pickles.

@@ -59,7 +59,7 @@ class Waiting:
             self._queue.shutdown()
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """What the workers returned, by rank.
+        """The results of the workers, by rank.
 
         Raises:
             FarandoleJobError: A worker died.
@@ -126,7 +126,7 @@ def hand_over(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
 
 
 def headline(error: BaseException) -> str:
-    """What Ray says of a death, without its advice."""
+    """Ray's message about a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[:1]
     return told[0].partition(" Some common causes")[0] if told else type(error).__name__

@@ -61,7 +61,7 @@ class MiniSettings:
 
 @dataclass
 class StaticParams(BaseParams):
-    """What a static job needs.
+    """The parameters of a static job.
 
     Attributes:
         num_workers: Number of ranks. Ray chooses their nodes.
@@ -94,7 +94,7 @@ class StaticParams(BaseParams):
 
     @property
     def adapter(self) -> type[StaticAdapter]:
-        """What runs such a job."""
+        """The runner of such a job."""
         return StaticAdapter
 
 

@@ -155,7 +155,7 @@ class BaseStrategy(ABC):
     """Makes the actors of a job, rank 0 first."""
 
     placement_group: Any = None
-    """What the actors were placed in."""
+    """The placement group of the actors."""
     workers: list[Any]
     """The actors, by rank."""
 
@@ -288,7 +288,7 @@ class PGStrategy(BaseStrategy):
         return self._num_workers
 
     def resources_per_worker(self) -> dict[str, float]:
-        """What Ray reserves for a rank."""
+        """The resources that Ray reserves for a rank."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:

@@ -67,12 +67,12 @@ class FarandoleConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What sets the workers up."""
+        """The class that sets up the workers."""
         return _ElasticBackend if self.elastic else _Backend
 
     @property
     def train_func_context(self) -> Any:
-        """What is around the training function of a worker."""
+        """The context of a worker's training function."""
         return membership.member if self.elastic else membership.session
 
     @property
@@ -81,7 +81,7 @@ class FarandoleConfig(BackendConfig):
         return
 
     def to_dict(self) -> dict[str, Any]:
-        """What Ray shows of this configuration."""
+        """The representation of this configuration in Ray."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
 
 

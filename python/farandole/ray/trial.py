@@ -23,7 +23,7 @@ _KIND: Final = "ray tune"
 
 @dataclass
 class RankSession:
-    """What `ray.tune` asks in a rank, in place of the session of the trial's process.
+    """What `ray.tune` asks in a rank, instead of the session of the trial's process.
 
     Attributes:
         experiment_name: As Tune's.
@@ -53,7 +53,7 @@ class RankSession:
 
     @classmethod
     def of_trial(cls) -> RankSession:
-        """What the ranks of the trial of this process need."""
+        """The resources of the ranks of this process's trial."""
         session = _sessions().get_session()
         names = ("experiment_name", "trial_name", "trial_id", "trial_dir", "trial_resources", "loaded_checkpoint")
         storage = session.storage

@@ -38,7 +38,7 @@ def trainable(
     warm: bool | None = None,
     tune_session: bool = False,
 ) -> Any:
-    """What `ray.tune.Tuner` takes: each trial runs a function on ranks of its own.
+    """A trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
 
     What `farandole.tuning.report` tells on rank 0 is reported to Tune, which may stop the trial; so is what rank 0
     returns, where that is a dict.

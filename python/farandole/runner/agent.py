@@ -36,13 +36,13 @@ class Carried(Protocol):
     """Something that travelled ahead of the task that needs it."""
 
     def read(self) -> bytes:
-        """What was sent; called in the task."""
+        """The function and arguments that were sent; called in the task."""
         ...
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an agent needs to know; travels to its task.
+    """The description of a job for an agent, which is sent to its task.
 
     Attributes:
         ticket: The registrar's.

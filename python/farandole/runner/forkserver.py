@@ -54,7 +54,7 @@ class Child:
     stand_in: socket.socket
 
     def descriptors(self) -> list[int]:
-        """What no other worker may hold."""
+        """Descriptors that no other worker may hold."""
         return [self.pidfd, self.stand_in.fileno()]
 
 
@@ -364,7 +364,7 @@ def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoRet
         sys.modules["__main__"] = worker
         sys.argv = [str(Path(worker.__file__))]
         status = worker.main()
-    except BaseException:  # noqa: BLE001 - it must not go on as a server
+    except BaseException:  # noqa: BLE001 - it must not continue as a server
         import traceback  # noqa: PLC0415 - seldom needed
 
         traceback.print_exc()

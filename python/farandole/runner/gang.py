@@ -45,7 +45,7 @@ _TAIL = 50
 
 
 class Agents(ABC):
-    """What runs one agent per task: a Spark job, or threads of this process."""
+    """The job that runs one agent per task: a Spark job, or threads of this process."""
 
     @abstractmethod
     def start(self) -> None:
@@ -72,7 +72,7 @@ class Agents(ABC):
         return False
 
     def short_of(self) -> str | None:
-        """What the agents wait for before they can start, where that is known."""
+        """The reason for which the agents wait before they start, if it is known."""
         return None
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Agents(ABC):
 
 @dataclass
 class Output:
-    """Where the driver writes what workers and the gang itself say.
+    """The streams to which the driver writes output of workers and messages of the gang.
 
     Attributes:
         stdout: Stream for the workers' stdout; `None` leaves it where the workers run.

@@ -66,7 +66,7 @@ class Ending:
 
     @classmethod
     def of(cls, task: int, host: str, outcome: Outcome) -> Ending:
-        """What an agent's outcome means for its task."""
+        """The consequence of an agent's outcome for its task."""
         return cls(
             task=task,
             host=host,

@@ -46,7 +46,7 @@ def _refusal(value: Any) -> str | None:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object is made of, each with the step that leads there."""
+    """The parts of an object, each with the step that leads to it."""
     if inspect.ismethod(value):
         yield "'s object", value.__self__
     elif inspect.isfunction(value):

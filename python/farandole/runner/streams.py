@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streams:
-    """What every backend takes about output.
+    """Output arguments of every backend.
 
     Attributes:
         stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
@@ -35,7 +35,7 @@ class Streams:
     folder: str | os.PathLike[str] | None = None
 
     def output(self, size: int) -> Output:
-        """The output of one job. The streams are looked up now: notebooks put their own in place of `sys.stdout`.
+        """The output of one job. The streams are looked up now: notebooks put their own instead of `sys.stdout`.
 
         Args:
             size: Number of ranks.

@@ -139,7 +139,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _preloads() -> tuple[str, ...]:
-    """What workers will import: torch, and Lightning where this driver has its estimator."""
+    """The modules that workers will import: torch, and Lightning if this driver has its estimator."""
     if "farandole.spark.lightning.estimator" not in sys.modules:
         return PRELOADS
     packages = tuple(name for name in _LIGHTNING if name in sys.modules)

@@ -24,7 +24,7 @@ class Watcher:
         """Is called a few times a second."""
 
     def seats(self, seats: Iterable[Mapping[str, Any]]) -> None:
-        """Who sits where, once that is known or has changed.
+        """The places of the ranks, when they are known or have changed.
 
         Args:
             seats: One for each rank.
@@ -39,7 +39,7 @@ class Watcher:
         """
 
     def said(self, task: int, record: Mapping[str, Any]) -> None:
-        """What a worker says of itself, maybe before it has a rank.
+        """A worker's report about itself, possibly before it has a rank.
 
         Args:
             task: Number of its task.

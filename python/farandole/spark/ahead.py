@@ -75,7 +75,7 @@ def sent(session: SparkSession, data: bytes) -> bytes | Ahead:
 
 
 def arrived(data: bytes | Ahead) -> bytes:
-    """What was sent, in a task.
+    """The uploaded object, in a task.
 
     Args:
         data: As `sent` returned it.

@@ -36,7 +36,7 @@ _FIELDS: Final = ("kind", "task", "rank", "stream", "text", "exit_code", "signal
 
 @dataclass(frozen=True)
 class Meeting:
-    """What tasks need to find each other; travels in Spark's closure.
+    """The data with which tasks find each other, sent in Spark's closure.
 
     Attributes:
         addresses: Where the driver listens.

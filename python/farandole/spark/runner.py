@@ -189,7 +189,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         The results by rank of the last world.
 
     Raises:
-        FarandoleJobError: The function failed on all workers by itself, or the job could not go on; as for `run`.
+        FarandoleJobError: The function failed on all workers by itself, or the job could not continue; as for `run`.
         ValueError: Numbers that contradict each other, or fewer slots than `min_num_proc`.
     """
     if nics:
@@ -272,7 +272,7 @@ def run_elastic_with(
 
 @dataclass(frozen=True)
 class _Job:
-    """What a job of a fixed size and an elastic one have in common.
+    """The base of jobs of fixed size and elastic jobs.
 
     Attributes:
         cluster: Where it runs.
@@ -311,7 +311,7 @@ class _Job:
             yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
 
     def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
-        """What its agents get."""
+        """The description of the job for its agents."""
         packed = (
             ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
         )
@@ -431,7 +431,7 @@ def run_with(
 
 
 def _handed_on() -> dict[str, str | None]:
-    """What driver and ranks have to agree on, of what the driver was told."""
+    """The settings of the driver on which driver and ranks must agree."""
     return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 

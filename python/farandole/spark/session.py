@@ -132,7 +132,7 @@ class Cluster:
         """The rows of a frame; whatever interrupts this thread cancels the job.
 
         The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer breaks the
-        connection, and the job would go on.
+        connection, and the job would continue.
         """
         tag, rows, errors = f"farandole-{uuid.uuid4().hex[:12]}", [], []
 
@@ -204,8 +204,8 @@ class Cluster:
     def _check_dynamic(self, size: int) -> None:
         if self.conf("spark.speculation", "false").lower() == "true":
             raise ValueError(
-                "spark.speculation starts slow tasks twice, and with dynamic allocation nothing keeps it from doing so "
-                "to the processes of a job, which all wait for each other: set spark.speculation=false"
+                "spark.speculation starts slow tasks twice, with dynamic allocation also the processes of a job, which "
+                "wait for each other: set spark.speculation=false"
             )
         most = self.most_slots()
         if most is not None and most < size:

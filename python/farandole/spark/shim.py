@@ -83,7 +83,7 @@ class Shim:
         return cls.of(getattr(context, "_active_spark_context", None))
 
     def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
-        """Writes a row of a run, in place of the one of that name.
+        """Writes a row of a run, instead of the one of that name.
 
         Args:
             run: The run; empty for the application.
@@ -116,7 +116,7 @@ class Shim:
             return None
         try:
             return getattr(self._door, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - a context that has stopped; a training goes on without its tab
+        except Exception as error:  # noqa: BLE001 - a context that has stopped; a training continues without its tab
             _LOG.debug("the Spark plugin no longer answers: %s", error)
             self._door = None
             return None

@@ -90,7 +90,9 @@ class Spill:
         """
         data = self._store().read(stored.name)
         if hashlib.sha256(data).hexdigest() != stored.name:
-            raise ValueError(f"{self.url}/{stored.name} is not what the job wrote: {len(data)} of {stored.size} bytes")
+            raise ValueError(
+                f"{self.url}/{stored.name} differs from the file that the job wrote: {len(data)} of {stored.size} bytes"
+            )
         return data
 
     def write(self, name: str, data: bytes) -> None:

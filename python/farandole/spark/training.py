@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run as Spark's Training tab and the run viewer show it: its state, epochs, ranks and events.
+"""Reports a run to Spark's Training tab and the run viewer: its state, epochs, ranks and events.
 
-The Spark plugin and the run's journal are told of it. Where neither is, everything here does nothing. Nothing here
-raises.
+The reports go to the Spark plugin and to the run's journal. Without both, the functions here do nothing. They never
+raise an exception.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default
 
 
 class Told(Protocol):
-    """What is told of a run: the Spark plugin, or a journal."""
+    """A receiver of reports about a run: the Spark plugin, or a journal."""
 
     def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
-        """Takes a row of a run, in place of the one of that name."""
+        """Takes a row of a run, instead of the one of that name."""
 
     def gauge(self, name: str, value: float) -> None:
         """Takes a number of the whole run."""
@@ -92,7 +92,7 @@ class Training(Watcher):
             self._word.look()
 
     def heard(self, word: Word) -> Word:
-        """Has Spark's word asked for while the run goes on.
+        """Has Spark's word asked for while the run continues.
 
         Args:
             word: On the executors that it is in.
@@ -120,7 +120,7 @@ class Training(Watcher):
         self._told()
 
     def seats(self, seats: Iterable[Mapping[str, Any]]) -> None:
-        """Who sits where, once that is known or has changed.
+        """The places of the ranks, when they are known or have changed.
 
         Args:
             seats: One for each rank.
@@ -160,7 +160,7 @@ class Training(Watcher):
         return next((self._places.get(seat["task"]) for seat in self._seats if seat["rank"] == rank), None)
 
     def said(self, task: int, record: Mapping[str, Any]) -> None:
-        """What a worker says of itself, maybe before it has a rank.
+        """A worker's report about itself, possibly before it has a rank.
 
         Args:
             task: Number of its task.
@@ -258,7 +258,7 @@ class Training(Watcher):
 
     def _put(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
         for one in self._all:
-            with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training goes on without it
+            with contextlib.suppress(Exception):  # a record that JSON cannot hold: the training continues without it
                 one.put(self._id, key, finite(dict(body)), logged=logged)
 
 
@@ -268,7 +268,7 @@ def telling(
 ) -> Iterator[Training]:
     """Tells the plugin and a journal of what runs inside.
 
-    Inside of a run that is under way in this context already, that run is told of it.
+    Inside of a run that is in progress in this context already, that run is told of it.
 
     Args:
         shim: The plugin; `None` where there is none.
@@ -298,7 +298,7 @@ def telling(
 
 
 def current() -> Training:
-    """The run that is under way in this context; one that tells nobody where there is none."""
+    """The run that is in progress in this context; one that tells nobody where there is none."""
     return _CURRENT.get() or SILENT
 
 

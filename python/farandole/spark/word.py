@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Spark's own word on what becomes of the executors in which a gang's tasks are, by the Spark plugin."""
+"""Spark's own reasons for the loss of a gang's executors, from the Spark plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK = 0.05
 
 
 class Word:
-    """What Spark says of the executors of one job.
+    """Spark's messages about the executors of one job.
 
     Args:
         shim: The plugin; `None` where there is none, and then nothing is ever said.
@@ -77,7 +77,7 @@ class Word:
         executor = self._told.executor_of(error.rank)
         if self._shim is None or error.exception_type is not None or executor is None:
             return
-        # Who has left by itself has an executor that goes on, most likely.
+        # Who has left by itself has an executor that continues, most likely.
         deadline = time.monotonic() + (_WITHIN if error.exit_code is None else 0.0)
         while True:
             self._next = 0.0

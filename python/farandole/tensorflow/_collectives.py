@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Reductions as scripts call them: dense tensors and slices, compression, devices."""
+"""The public reductions: dense tensors and slices, compression, devices."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The shortest way to an eager op.
+"""The fastest call of an eager op.
 
-What TensorFlow's generated functions do, but for attributes that have their default values: each costs a small op more
-than half a microsecond. Their parts are in no public module; where they are not to be had, the generated functions
-serve.
+It does the same as TensorFlow's generated functions, but omits attributes that have their default values, each of which
+costs a small op more than half a microsecond. The needed parts are in no public module of TensorFlow. If they are
+missing, the generated functions are used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Stand-ins for the native ops, by `tf.py_function`: the same names, arguments and results, in Python.
+"""Substitutes for the native ops with `tf.py_function`: the same names, arguments and results, in Python.
 
-They hold a thread of TensorFlow's and, for moments, the interpreter's lock; in graphs without automatic control
-dependencies each waits for the one made before it, since ranks that block in different orders would wait for each
-other forever.
+They occupy a TensorFlow thread and, for short times, the interpreter's lock. In graphs without automatic control
+dependencies, each op waits for the one before it, because ranks that block in different orders would wait for each
+other for ever.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients of the ops. The loss is the sum of all ranks' losses: what a rank gave to others, others send back.
+"""Gradients of the ops. The loss is the sum of all ranks' losses, so ranks send gradients back to the sender.
 
 By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number of ranks.
 
-Each takes the module whose ops it uses, the gradients of the results, what the forward op was told, and makes the
-gradients of its tensors. The native ops' are registered with TensorFlow here; stand-ins call them by themselves.
+Each function takes the module whose ops it uses, the gradients of the results and the arguments of the forward op, and
+returns the gradients of the tensors. Those of the native ops are registered with TensorFlow here. The substitutes call
+them directly.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
 
 
 def _told(op: Any, *more: str) -> dict[str, Any]:
-    """What a native op was told."""
+    """The arguments of a native op."""
 
     def told_of(key: str) -> Any:
         try:

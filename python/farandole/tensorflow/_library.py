@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Loads the native ops and connects them to this process's engine; takes the Python ones where that cannot be."""
+"""Loads the native ops and connects them to this process's engine. If that fails, the Python ops are used."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Functions with `jit_compile=True`, split around collectives that XLA cannot hold.
+"""Functions with `jit_compile=True`, split around collectives that XLA cannot contain.
 
-Whether a function must be compiled as a whole is decided when its trace ends. So while it is being traced, and comes to
-a collective, that is taken back, and its other ops are marked to be compiled: TensorFlow then makes programs of what
-lies between collectives, and runs those as ops.
+TensorFlow decides at the end of a trace whether a function must be compiled as a whole. So if the trace comes to a
+collective, that attribute is removed, and the other ops are marked for compilation. TensorFlow then compiles the code
+between collectives, and runs the collectives as ops.
 
-Both are in no public module of TensorFlow's: where they cannot be reached, nothing is done.
+The needed parts are in no public module of TensorFlow. If they are missing, functions are not split.
 """
 
 # ruff: noqa: SLF001 - all of it is about TensorFlow's own

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Stand-ins for the native ops inside of functions that XLA compiles for the CPU: custom calls into the same library.
+"""Substitutes for the native ops in functions that XLA compiles for the CPU: custom calls into the same library.
 
-XLA compiles no ops that it does not know, but calls functions by name. What the calls need to know beyond addresses,
-shapes above all, stands in a text that is fixed when the function is traced; so shapes must be known by then.
+XLA does not compile unknown ops, but it calls functions by name. Everything that a call needs except addresses, mainly
+shapes, is in a text that is fixed when the function is traced. So shapes must be known at that time.
 
-Calls block the thread that runs the program. XLA runs what does not depend on each other in any order, also at the same
-time; so every call takes a token from the one before it, lest ranks wait for each other in different calls. No token
-comes out of a branch, a loop or a function: what follows one takes a result of it.
+Calls block the thread that runs the program. XLA runs independent operations in any order, also in parallel. So every
+call takes a token from the one before it; otherwise ranks could wait for each other in different calls. A token cannot
+leave a branch, a loop or a function, so the next call takes one of its results.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _is_off() -> bool:
 
 
 def _missing() -> str | None:
-    """What it takes to try, and is not there."""
+    """The missing requirement."""
     if _is_off():
         return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
@@ -192,7 +192,7 @@ def _text(
 
 
 def _before(graph: Any) -> list[Any]:
-    """What a call in this graph must wait for."""
+    """The operation for which a call in this graph must wait."""
     token, seen = getattr(graph, _AFTER, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Elastic training with TensorFlow: variables that survive a failed world, and the loop that goes on in the next one.
+"""Elastic training with TensorFlow: variables that survive a failed world, and a loop that continues in the next one.
 
 Example:
     @hvd.elastic.run

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Helpers to start alike: variables and objects from one rank to all.
+"""Broadcast of variables and objects from one rank to all.
 
-Objects travel by cloudpickle over links that the job's key secures; they need no graph and no session, which are taken
-for Horovod's sake.
+Objects are sent with cloudpickle over links that the job's key secures. They need no graph and no session; these
+arguments exist for compatibility with Horovod.
 """
 
 from __future__ import annotations

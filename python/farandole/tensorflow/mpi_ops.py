@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The collectives as ops of TensorFlow, on dense tensors; `farandole.tensorflow` adds slices, compression and devices.
+"""The collectives as TensorFlow ops on dense tensors; `farandole.tensorflow` adds slices, compression and devices.
 
-All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph the ranks must build the
-same operations under the same names; eager operations without a name match in the order they are issued.
+All work eagerly, in `tf.function`, in graphs of `tf.compat.v1` and in SavedModels. In a graph, the ranks must build the
+same operations with the same names. Eager operations without a name match in the order in which they are called.
 
-A function with `jit_compile=True` may hold them on a CPU, when shapes are known as it is traced and all ranks have the
-same number of rows: XLA then calls into the library by itself. Where that cannot be, as on GPUs, the function is split:
-what lies between collectives is compiled.
+On a CPU, a function with `jit_compile=True` may contain them if all shapes are known when it is traced and all ranks
+have the same number of rows. XLA then calls the library directly. Otherwise, for example on GPUs, the function is
+split, and the code between collectives is compiled.
 
-Failures are TensorFlow's errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` when ranks ask for
-different things or `init` is missing, `AbortedError` for what a dtype cannot do, `UnknownError` when a peer failed.
+Failures are TensorFlow errors: `InvalidArgumentError` for a wrong call, `FailedPreconditionError` if ranks disagree or
+`init` is missing, `AbortedError` if a dtype does not support the operation, `UnknownError` if a peer failed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Small questions and conversions that scripts import from here."""
+"""Small helpers that scripts import from here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's argument name
-    """Hashable references in place of variables, also in nested lists and tuples."""
+    """Hashable references instead of variables, also in nested lists and tuples."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(entry) for entry in vars)
     return vars.ref() if hasattr(vars, "ref") else vars

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Buckets: the gradients that travel as one unit, each in its own memory or all in one."""
+"""Buckets: gradients that are reduced as one unit, each in its own memory or all in one buffer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Options(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A dense gradient under way in other memory, dtype or layout than its own."""
+    """A dense gradient in progress in other memory, dtype or layout than its own."""
 
     slot: Slot
     grad: torch.Tensor
@@ -112,7 +112,7 @@ class Bucket:
             slot.bucket = self
 
     def reset(self, passes: int) -> None:
-        """Counts anew and forgets what was started."""
+        """Counts again and forgets what was started."""
         self.waiting = 0
         for slot in self.slots:
             slot.left = passes
@@ -286,7 +286,7 @@ class ViewBucket(Bucket):
                 self.adopt(slot)
 
     def reset(self, passes: int) -> None:
-        """Counts anew and forgets what was started."""
+        """Counts again and forgets what was started."""
         super().reset(passes)
         self._wire = None
 

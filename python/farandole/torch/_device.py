@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors on GPUs: which of them the engine works on where they are, and the streams that make their values."""
+"""Tensors on GPUs: which of them the engine uses in place, and the streams that compute their values."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def is_captured(tensor: torch.Tensor) -> bool:
 
 
 def spot(tensor: torch.Tensor) -> Spot:
-    """Where a tensor is that `is_usable`."""
+    """The place of a tensor that `is_usable`."""
     ordinal = ordinal_of(tensor)
     return None if ordinal is None else (ordinal, stream_of(ordinal))
 
 
 def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
-    """Where several tensors are; `None` when all are in host memory."""
+    """The place of several tensors; `None` if all are in host memory."""
     ordinals = [ordinal_of(tensor) for tensor in tensors]
     streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
     if not streams:

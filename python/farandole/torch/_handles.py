@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors as the engine sees them, an address, a dtype and a shape, and the handles of operations under way."""
+"""Tensors as the engine sees them (an address, a dtype and a shape), and the handles of operations in progress."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Barrier and join: waiting for everybody, at a point or at the end of one's data."""
+"""Barrier and join: waiting for all ranks, at a point or at the end of the data."""
 
 from __future__ import annotations
 

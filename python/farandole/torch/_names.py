@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Names and groups of an optimizer's parameters: the same on every rank, since gradients meet by name."""
+"""Names and groups of an optimizer's parameters: the same on every rank, because gradients are matched by name."""
 
 from __future__ import annotations
 

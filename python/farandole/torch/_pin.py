@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which GPU a rank takes when its script has not chosen one."""
+"""The GPU of a rank whose script has not chosen one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def init(
     choose another afterwards.
 
     Args:
-        comm: `None`, or the ranks of the launched world that form this one, numbered anew in ascending order.
+        comm: `None`, or the ranks of the launched world that form this one, numbered again in ascending order.
         process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so that sets may be
             added and removed later.
 

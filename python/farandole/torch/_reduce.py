@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Reductions of one tensor or a group, and their gradients: what stands under every form of allreduce.
+"""Reductions of one tensor or a group, and their gradients: the base of all forms of allreduce.
 
-The gradients are those of the sum of all ranks' losses: differentiating what one rank computes from the result tells
-every rank what its own input did to it. By Horovod's convention gradients are reduced by the op itself, whatever it is.
+The gradients are those of the sum of all ranks' losses. By Horovod's convention, gradients are reduced by the op
+itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Reduction(NamedTuple):
-    """What is done to the tensors of all ranks."""
+    """The reduction of the tensors of all ranks."""
 
     op: int = Sum
     prescale: float = 1.0
@@ -45,7 +45,7 @@ class Reduction(NamedTuple):
 
     @property
     def arguments(self) -> tuple[int, float, float, int]:
-        """What the engine is told."""
+        """The arguments for the engine."""
         number = rounded(self.op, self.rounds)
         return number, self.prescale, self.postscale, set_number(self.process_set)
 

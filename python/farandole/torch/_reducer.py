@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradients on their way: hooks that start reductions, and the end of the step that waits for them."""
+"""Reductions of gradients: hooks that start them, and the end of the step, which waits for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class GradientReducer:
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Forgets what was counted and started. Only when nothing is under way, or the world is lost."""
+        """Forgets what was counted and started. Only when nothing is in progress, or the world is lost."""
         for bucket in self._buckets:
             bucket.reset(self.passes)
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)

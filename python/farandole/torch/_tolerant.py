@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Training that goes on within a step when ranks are lost: `DistributedOptimizer(fault_tolerant=True)`.
+"""Training that finishes a step in which ranks are lost: `DistributedOptimizer(fault_tolerant=True)`.
 
-Gradients are reduced into other memory than their own, so they are still there when a reduction fails: no copy is made,
-only memory taken. When a rank is lost in step `s`, the others leave the broken world and join the next one. There they
-compare how many steps each has finished. These numbers differ by one at most, because nobody finishes step `s + 1`
-without everybody's gradients of it. Ranks that have finished fewer, and ranks that are new, take the parameters and the
-state of the optimizer from one that has finished most; they have step `s` behind them then. The others reduce their
-gradients again, over those who are there. A new rank, or one that has caught up, meets them with its next gradients.
+Gradients are reduced into separate memory, so they still exist after a failed reduction. This needs memory but no copy.
+If a rank is lost in step `s`, the others leave the broken world and join the next one. There they compare the number of
+steps that each has finished. These numbers differ by at most one, because no rank finishes step `s + 1` without the
+gradients of all ranks. Ranks that have finished fewer steps, and new ranks, get the parameters and the state of the
+optimizer from a rank that has finished most; they are then after step `s`. The others reduce their gradients again,
+over the present ranks. A new rank, or one that has caught up, joins them with its next gradients.
 
-When workers are ready to join, or are to leave, all ranks change worlds before the same reduction: every rank's word
-that it has heard of that travels with the gradients of the step before. So whatever a script does after a step, such as
-a step of its schedule of learning rates, it has done when its state goes to new ranks.
+If workers are ready to join, or must leave, all ranks change worlds before the same reduction, because the gradients of
+the previous step carry the news from every rank. So when the state is sent to new ranks, the script has finished
+everything that it does after a step, such as a step of its learning rate schedule.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Tolerance:
     def share(self, objects: dict[str, Any]) -> None:
         """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
 
-        A reader of `farandole.data` goes on with the right rows on all ranks when the world changes.
+        A reader of `farandole.data` continues with the right rows on all ranks when the world changes.
 
         Raises:
             TypeError: One has no `state_dict` and `load_state_dict`.

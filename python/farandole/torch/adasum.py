@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer(op=Adasum)` mixes into the class of the optimizer it wraps.
+    """The mixin that `DistributedOptimizer(op=Adasum)` adds to the class of the wrapped optimizer.
 
     Horovod steps parameter by parameter while the backward pass runs; here the wrapped optimizer takes one whole step,
     so that gradients can be clipped before it, and options that look at all parameters work.
@@ -73,7 +73,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         """Takes the wrapped optimizer's step on this rank's gradients, then combines what all ranks' steps changed.
 
         Args:
-            closure: Evaluates the model anew and returns the loss.
+            closure: Evaluates the model again and returns the loss.
 
         Returns:
             What the wrapped optimizer returns.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Communication hooks for `DistributedDataParallel`: gradients that travel in a smaller form.
+"""Communication hooks for `DistributedDataParallel`: gradients are sent in a smaller form.
 
 They work over a group of any backend: Farandole's, Gloo's, NCCL's.
 
@@ -50,7 +50,7 @@ def _cast_and_average(
 
 
 class CompressorState:
-    """What `compressor_hook` keeps from step to step.
+    """The state of `compressor_hook` between steps.
 
     Args:
         compressor: Makes gradients smaller; one for each model.
@@ -132,7 +132,7 @@ def compressor_hook(state: CompressorState, bucket: GradBucket) -> torch.futures
 
 
 class PowerSGDState(CompressorState):
-    """What `power_sgd_hook` keeps from step to step.
+    """The state of `power_sgd_hook` between steps.
 
     Args:
         rank: Columns of the factors.

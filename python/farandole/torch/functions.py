@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Helpers to start alike: parameters, optimizer state and objects from one rank to all."""
+"""Broadcast of parameters, optimizer state and objects from one rank to all."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 
 def described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Copies nested dicts, lists and tuples with slots in place of tensors, which it collects."""
+    """Copies nested dicts, lists and tuples with slots instead of tensors, which it collects."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype, value.is_cpu)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""All operations under the module name that Horovod's scripts import them from."""
+"""All operations under the module name that Horovod scripts import."""
 
 from farandole.common import basics
 from farandole.common.basics import (

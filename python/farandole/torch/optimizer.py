@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer` mixes into the class of the optimizer it wraps."""
+    """The mixin that `DistributedOptimizer` adds to the class of the wrapped optimizer."""
 
     _parameter_names: dict[torch.Tensor, str]
     """The name of every parameter, as scripts look it up with Horovod."""
@@ -94,7 +94,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         the closure computes stays local.
 
         Args:
-            closure: Evaluates the model anew and returns the loss.
+            closure: Evaluates the model again and returns the loss.
 
         Returns:
             What the wrapped optimizer returns.
@@ -136,7 +136,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             **objects: Objects with `state_dict` and `load_state_dict`, under names that are the same on all ranks. A
-                loader of `farandole.data` goes on with the right rows whenever the world changes.
+                loader of `farandole.data` continues with the right rows whenever the world changes.
 
         Raises:
             TypeError: An object has no such methods.

@@ -153,7 +153,7 @@ class _Points:
 
 
 def _result(found: Any, metric: str | None) -> dict[str, Any]:
-    """What Hyperopt keeps of a trial that ended well."""
+    """Hyperopt's record of a successful trial."""
     told = dict(found) if isinstance(found, Mapping) else {metric or "loss": found}
     return {"status": "ok", **told, "loss": float(told[metric or "loss"])}
 

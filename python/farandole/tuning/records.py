@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a trial's ranks tell the search."""
+"""Reports of a trial's ranks to the search."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 """The run viewer: a page in the browser with the runs of stores.
 
 `farandole ui STORE` shows it from a terminal, `show(STORE)` from Python and notebooks. The page is served on loopback
-by a thread of this process; its link has a token, and without the token nothing is answered.
+by a thread of this process. Its link has a token, and requests without the token get no answer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _runs_of(store: Any) -> str:
 
 
 def _prefix(port: int) -> str | None:
-    """What a notebook's proxy puts before the path of a port of this host."""
+    """The prefix of a notebook's proxy for the path of a port of this host."""
     hub = os.environ.get("JUPYTERHUB_SERVICE_PREFIX")
     if hub:
         return f"{hub.rstrip('/')}/proxy/{port}/"

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_started_this_process_is_named_with_the_variables_that_say_so() {
+    fn the_launcher_of_this_process_is_named_with_its_variables() {
         let told = |variables: &[(&'static str, &'static str)]| page(variables, &[]).text;
         let line = "was started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)\n";
         assert!(told(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));

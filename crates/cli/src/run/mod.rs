@@ -31,7 +31,7 @@ use crate::timeline::Gathering;
 pub(crate) fn command() -> Command {
     Command::new("run")
         .display_name("farandole")
-        .about("Runs a program on several processes, of this host or of several; `-np N` may be written for `--num-proc N`.")
+        .about("Runs a program on several processes, of this host or of several; `-np N` is the same as `--num-proc N`.")
         .override_usage("farandole run [-np N] [-H HOST:SLOTS,...] [OPTIONS] COMMAND...")
         .after_help("Horovod's other flags are accepted and mean nothing here; each says why when it is used.")
         .disable_version_flag(true)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A gather list: many buffers seen as one range of bytes, so that fusing tensors costs no packing.
+//! A gather list: many buffers as one range of bytes, so that fused tensors need no packing.
 
 use super::Buffer;
 

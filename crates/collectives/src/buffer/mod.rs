@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of tensors, by address: nobody links a framework.
+//! Memory of tensors, by address, without linking a framework.
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
 mod flat;
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_cannot_be_is_refused_and_not_made_smaller() {
+    fn memory_that_cannot_be_allocated_is_refused_and_not_reduced() {
         for bytes in [usize::MAX, isize::MAX.unsigned_abs(), isize::MAX.unsigned_abs() - 63] {
             assert!(Memory::try_new(bytes).is_none(), "{bytes} bytes");
             assert!(Memory::shareable(bytes).is_none(), "{bytes} bytes");

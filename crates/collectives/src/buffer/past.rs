@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies that go past the caches: the target's lines are written without being read first.
+//! Copies that bypass the caches: lines of the target are written without being read first.
 //!
 //! That saves a third of a large copy's traffic, and what was in the caches stays there. It costs where the target is read
 //! so soon that it would still have been in a cache.
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_arrives_and_no_other_is_touched_wherever_it_begins() {
+    fn copies_at_any_offset_write_exactly_their_bytes() {
         let from: Vec<u8> = (0..=255).cycle().take(1000).collect();
         for offset in [0, 1, 15, 16, 63, 64, 65] {
             for length in [0, 1, 63, 64, 65, 128, 129, 511, 512, 700] {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which memory of this process others may work in: found by address, since frameworks hand in addresses.
+//! Memory of this process that others may use, found by address, because frameworks pass addresses.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_found_by_what_lies_wholly_in_it_as_long_as_it_lives() {
+    fn memory_is_found_by_ranges_inside_it_while_it_is_registered() {
         let memory = Memory::shareable(10_000).unwrap();
         assert!(memory.is_shareable());
         let all = memory.buffer();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Error feedback: what one payload has lost is added to the next.
+//! Error feedback: the loss of one payload is added to the next.
 
 use super::Compressor;
 use crate::{Error, Result};

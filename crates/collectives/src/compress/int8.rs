@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! 8-bit codes in blocks with a scale each.
+//! 8-bit codes in blocks, each with a scale.
 
 use super::{Compressor, require_length};
 use crate::Result;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Fewer bytes for a sum of `f32`: what a member sends, and how the members' payloads become the sum.
+//! Compression of a sum of `f32`: the payload of a member, and the sum of all payloads.
 //!
 //! ```text
 //!  values + residual --encode--> payload --(an allgather, or an all-to-all of parts)--> payloads of all members

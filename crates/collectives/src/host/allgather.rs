@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everybody_is_brought_everybodys_parts_once_and_hosts_once_over_the_network() {
+    fn all_members_get_all_parts_once_and_each_host_gets_them_once_over_the_network() {
         for numbers in [&[0, 0, 0][..], &[0, 0, 1], &[0, 1, 2], &[0, 0, 0, 1, 1, 2, 2, 2, 2]] {
             let hosts = Hosts::new(numbers, 0);
             let everybody = 0..numbers.len();

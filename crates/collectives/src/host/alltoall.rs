@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Alltoall: one message to every member and one from each, straight from and into the tensors.
+//! Alltoall: one message to and from every member, directly between the tensors.
 //!
 //! 1 step; a member sends what it has for others, in pieces dealt out to all links in turn, beginning with its
 //! successor, so that no one's ring is everybody's first.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Barrier: one token from everybody to everybody, or by dissemination among many.
+//! Barrier: one token from every member to every member, or dissemination among many members.
 //!
 //! Up to `ALL_TO_ALL` members 1 step of `P - 1` tokens each; beyond, `log2 P` steps of one token: in step `k` a member
 //! tells the one `2^k` ahead and hears from the one `2^k` behind. The distances differ, so a link carries one token a

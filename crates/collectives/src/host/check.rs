@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What an operation's buffers must look like.
+//! Checks of an operation's buffers.
 
 use super::peers::Peers;
 use crate::{Buffer, DataType, Error, Place, ReduceOp, Result, Segment};

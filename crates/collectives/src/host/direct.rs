@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce in one hop: everybody sends everything to everybody and reduces for itself, in rank order.
+//! Allreduce in one hop: every member sends its tensor to all others, and each reduces in rank order.
 //!
 //! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more to walk than to copy.
 

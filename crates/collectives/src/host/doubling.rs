@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce of little: the first member of each host collects, these double, and hand out.
+//! Allreduce of small tensors: the first member of each host collects; these members double and distribute.
 //!
 //! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between hosts. In step `k` a host swaps the
 //! sum over its `2^k` hosts with the host `2^k` away; of what exceeds a power of two, the first hosts are paired before

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The same few bytes from everybody to everybody.
+//! The exchange of a few bytes between all members.
 
 use super::message::Message;
 use super::peers::Peers;

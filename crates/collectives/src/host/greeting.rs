@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The first message on every link: do both ends mean the same communicator, and how large is the smallest ring.
+//! The first message on every link: it checks that both ends mean the same communicator, and finds the smallest ring.
 //!
 //! A mesh has a link between any two members, so the minimum over what a member sees and what all others say is the
 //! minimum over the whole communicator.
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_is_read_back_and_a_wrong_one_says_what_differs() {
+    fn a_card_is_read_back_and_a_wrong_one_names_the_difference() {
         let facts = Facts { size: 4, hosts: 5, algorithms: 6 };
         let own = card(facts, 3, 1 << 33);
         assert_eq!(read(&own, facts, 3), Ok(1 << 33));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which members live together.
+//! Members by host.
 
 use std::ops::Range;
 use std::sync::Arc;

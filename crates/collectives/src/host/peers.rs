@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The links to all other members, and what every job shares.
+//! The links to all other members, and shared state of all operations.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From a reduction to the function that runs it.
+//! Selects the function of a reduction.
 
 use super::native::{And, Direct, Join, Max, Min, Native, Or, Product, Sum};
 use super::wide::{Factors, Format, Same, Staged, Stages, Truth, Wider};

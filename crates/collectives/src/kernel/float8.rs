@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_between_goes_to_the_nearer_or_the_even_one_and_what_is_too_large_to_the_last() {
+    fn values_are_rounded_to_nearest_even_and_large_values_to_the_largest() {
         let e4m3 = [(1.0625, 0x38), (1.0626, 0x39), (1.1875, 0x3a), (0.000_976_562_5, 0x00)];
         let e4m3_large = [(464.0, 0x7e), (480.0, 0x7e), (1e30, 0x7e), (f32::INFINITY, 0x7e)];
         for (value, code) in e4m3.into_iter().chain(e4m3_large) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Types that accumulate in themselves, and the loops over them.
+//! Types that are their own accumulator, and the loops over them.
 //!
 //! The loops are plain Rust over byte chunks: the compiler vectorises them for whatever instructions the function they
 //! are inlined into may use, and unaligned bytes cost nothing.

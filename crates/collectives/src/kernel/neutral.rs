@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a member contributes that has nothing to contribute.
+//! The neutral element, which a member without data contributes.
 
 use crate::{DataType, Error, ReduceOp, Result};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! In which order values become one: floating-point sums are not associative, so the parentheses are part of the result.
+//! The order of combination: floating-point sums are not associative, so the parentheses are part of the result.
 
 /// A binary tree over inputs in their order, as a program for a stack: after pushing input `k`, the two topmost values
 /// are joined `merges[k]` times.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator over windows that never blocks and never waits for ever.
+//! A communicator over windows that never blocks and has a deadline for every wait.
 //!
 //! ```text
 //!   Making --own window--> Offering --all are open--> Ready --deadline, a member that ended, abandon--> Over
@@ -37,7 +37,7 @@ enum State {
     Over,
 }
 
-/// The operation under way.
+/// The operation in progress.
 struct Current {
     token: Token,
     how: How,
@@ -231,7 +231,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(())
     }
 
-    /// The member that the operation under way waits for.
+    /// The member that the operation in progress waits for.
     fn lacking(&self) -> Option<usize> {
         let current = self.current.as_ref()?;
         let mut others = (0..self.mailbox.size()).filter(|member| *member != self.mailbox.member());
@@ -284,7 +284,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(true)
     }
 
-    /// Takes up the next operation, if none is under way; true when it was nothing, and another may follow.
+    /// Takes up the next operation, if none is in progress; true when it was nothing, and another may follow.
     fn begin(&mut self) -> Result<bool> {
         if self.current.is_some() {
             return Ok(false);
@@ -304,7 +304,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(false)
     }
 
-    /// Moves the operation under way. Pieces of the next one wait until all of this is on the stream: they may come after
+    /// Moves the operation in progress. Pieces of the next one wait until all of this is on the stream: they may come after
     /// work of the framework that waits for it.
     fn advance(&mut self, current: &Current) -> Result<bool> {
         let mut moved = false;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What members tell each other: a slot for each in shared memory, which it alone writes.
+//! Messages between members: each has a slot in shared memory that only it writes.
 #![expect(unsafe_code, reason = "looks at shared memory through atomics")]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -209,7 +209,7 @@ impl Mailbox {
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // The others go on with it: what its owner said last stays. What fails leaves them without, as a dead owner does.
+        // The others continue with it: what its owner said last stays. What fails leaves them without, as a dead owner does.
         let _ = self.region.detach();
     }
 }
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn who_refuses_is_told_before_who_has_ended_or_is_missing() {
+    fn a_refusal_is_reported_before_ended_and_missing_members() {
         use Phase::{Absent, Ended, Opened, Refused};
         assert_eq!(outcome(&[Ended, Absent, Refused]), Outcome::Refused(2));
         assert_eq!(outcome(&[Opened, Ended, Absent]), Outcome::Ended(1));

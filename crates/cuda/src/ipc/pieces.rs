@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How the segments of an operation are cut to what a window holds at a time.
+//! Divides the segments of an operation into pieces that fit a window.
 
 /// Parts begin at multiples of this, as kernels have it.
 const ALIGNMENT: usize = 16;

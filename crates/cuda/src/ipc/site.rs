@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a member does on its device: a window for others, views of theirs, and the work on its stream.
+//! A member's work on its device: its window, views of the windows of others, and its stream.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub(crate) trait Site: Send {
     /// Reduces that slot of all windows into that piece of the outputs.
     fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()>;
 
-    /// Closes what was opened: no work under way reads it.
+    /// Closes what was opened: no work in progress reads it.
     fn close(&mut self);
 
     /// Keeps everything until the process ends: somebody may still use it.

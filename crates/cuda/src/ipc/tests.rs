@@ -344,7 +344,7 @@ fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_h
 }
 
 #[test]
-fn an_operation_is_told_when_it_is_on_the_stream_and_over_when_that_is_done() {
+fn an_operation_is_reported_when_it_is_on_the_stream_and_completes_with_it() {
     let mut all = formed(2, false);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
@@ -374,7 +374,7 @@ fn tensors_without_elements_are_over_at_once() {
 }
 
 #[test]
-fn where_one_member_cannot_take_part_nobody_does_and_all_say_who_and_why() {
+fn all_members_refuse_if_one_cannot_take_part_and_name_it_with_the_reason() {
     for (broken, why) in [("offer", "no memory"), ("open", "another container")] {
         let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));
         settle(&mut all);
@@ -413,7 +413,7 @@ fn who_never_comes_is_waited_for_with_a_deadline() {
 }
 
 #[test]
-fn a_member_that_gives_up_is_an_error_of_those_that_wait_for_it_and_nothing_is_touched_any_more() {
+fn members_that_wait_for_a_member_that_aborts_get_an_error_and_access_no_memory() {
     let mut all = formed(2, true);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
@@ -436,7 +436,7 @@ fn a_member_that_gives_up_is_an_error_of_those_that_wait_for_it_and_nothing_is_t
 }
 
 #[test]
-fn a_window_that_somebody_may_still_read_is_never_given_back() {
+fn a_window_that_may_still_be_read_is_never_freed() {
     let mut all = formed(2, true);
     let fate = Arc::clone(&all[0].fate);
     drop(all.remove(0));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of a device that several processes see.
+//! Device memory that several processes map.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::sync::Arc;
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_shown_is_given_back_and_the_function_named() {
+    fn memory_that_cannot_be_shared_is_freed_and_the_function_is_named() {
         let context = context();
         break_one("window_offer");
         let error = Window::new(Arc::clone(&context), 100).map(drop).unwrap_err();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Operations as calls of NCCL. Those of one operation make one group: NCCL fuses what a group has.
+//! Operations as NCCL calls. The calls of one operation form a group, which NCCL fuses.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ffi::c_void;
@@ -121,7 +121,7 @@ fn root(member: usize) -> i32 {
 }
 
 impl Calls<'_> {
-    /// Hands over an operation; true when the calls are still under way.
+    /// Hands over an operation; true when the calls are still in progress.
     ///
     /// # Errors
     /// `Nccl`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A communicator over NCCL that never blocks and never waits for ever.
+//! A communicator over NCCL that never blocks and has a deadline for every wait.
 //!
 //! ```text
 //!   Forming --all members came--> Ready --operations--> Caller --on the stream--> running --event reached--> completed
@@ -165,7 +165,7 @@ impl<L: Lane> NcclCommunicator<L> {
         among && carries(operation)
     }
 
-    /// Ends everything, also kernels under way, and remembers why.
+    /// Ends everything, also kernels in progress, and remembers why.
     fn fail(&mut self, reason: &str) -> CollectiveError {
         self.end();
         let failure = CollectiveError::Lost { reason: format!("device {}: {reason}", self.lane.ordinal()) };
@@ -196,7 +196,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.launched.clear();
     }
 
-    /// Waits until what was put on the stream has ended: kernels go on for a while after they were told to, and
+    /// Waits until what was put on the stream has ended: kernels continue for a while after they were told to, and
     /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };

@@ -35,7 +35,7 @@ pub(crate) struct State {
     /// How far the clock is ahead.
     pub(super) ahead: Duration,
     pub(crate) version: i32,
-    /// How many looks at the device kernels go on for after they were told to end; nothing while they were not.
+    /// How many looks at the device kernels continue for after they were told to end; nothing while they were not.
     pub(super) ending: Option<u32>,
     /// The same, for the next time.
     pub(super) late: u32,

@@ -136,7 +136,7 @@ impl Registry {
                 return Ok(false);
             }
             let mut handle = null_mut();
-            // SAFETY: the memory is there until the process ends, and the communicator while it goes on.
+            // SAFETY: the memory is there until the process ends, and the communicator while it continues.
             let status =
                 unsafe { register(comm, with_exposed_provenance_mut(start), bytes, &raw mut handle) };
             nccl.check("ncclCommRegister", status)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! NCCL, by a table of our own: wheels ship it as `libnccl.so.2` alone, which no other loader tries.
+//! NCCL through our own table, because wheels contain only `libnccl.so.2`, which no other loader tries.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 mod caller;
@@ -175,7 +175,7 @@ impl Nccl {
         &self.table
     }
 
-    /// Nothing, also for what is under way, or the error of a function that failed.
+    /// Nothing, also for what is in progress, or the error of a function that failed.
     pub(crate) fn check(&self, function: &'static str, status: i32) -> Result<()> {
         match status {
             SUCCESS | IN_PROGRESS => Ok(()),

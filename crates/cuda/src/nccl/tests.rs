@@ -99,7 +99,7 @@ fn plain() -> Operation {
 }
 
 #[test]
-fn it_forms_without_holding_anybody_and_takes_operations_meanwhile() {
+fn it_forms_without_blocking_and_accepts_operations_meanwhile() {
     fake(|fake| fake.alone = true);
     let (mut communicator, lane) = form(&nccl().unwrap(), 1, 2).unwrap();
     entered("init 1/2 id 9 blocking 1");
@@ -118,7 +118,7 @@ fn it_forms_without_holding_anybody_and_takes_operations_meanwhile() {
 }
 
 #[test]
-fn all_calls_come_from_one_thread_that_nobody_else_waits_for() {
+fn all_calls_come_from_one_thread_for_which_no_other_thread_waits() {
     let (mut communicator, lane) = ready();
     for token in 1..=3 {
         call(&mut communicator, token, plain());
@@ -142,7 +142,7 @@ fn all_calls_come_from_one_thread_that_nobody_else_waits_for() {
 }
 
 #[test]
-fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
+fn launched_work_is_reported_with_its_event_and_completes_later() {
     fake(|fake| fake.alone = true);
     let (mut communicator, lane) = form(&nccl().unwrap(), 0, 1).unwrap();
     let before: Arc<dyn Event> = Arc::new(FakeEvent(Arc::default()));
@@ -167,7 +167,7 @@ fn what_is_on_the_stream_is_told_with_its_event_and_completes_later() {
 }
 
 #[test]
-fn an_end_in_good_order_waits_for_what_was_launched_and_not_for_ever() {
+fn an_orderly_end_waits_for_launched_work_with_a_deadline() {
     let (mut communicator, _lane) = ready();
     call(&mut communicator, 1, plain());
     communicator.drain(Duration::from_millis(1));
@@ -187,7 +187,7 @@ fn a_refused_beginning_is_told_in_the_librarys_words() {
 }
 
 #[test]
-fn members_that_do_not_come_are_waited_for_until_the_deadline_and_no_longer() {
+fn missing_members_are_waited_for_until_the_deadline() {
     fake(|fake| fake.alone = true);
     let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     communicator.submit(Token(1), plain()).unwrap();
@@ -216,7 +216,7 @@ fn a_call_that_waits_for_a_dead_peer_is_aborted_at_the_deadline() {
 }
 
 #[test]
-fn a_call_under_way_is_over_before_its_communicator_is_aborted() {
+fn a_running_call_returns_before_its_communicator_is_aborted() {
     let (mut communicator, _lane) = ready();
     fake(|fake| fake.alone = true);
     communicator.submit(Token(1), plain()).unwrap();
@@ -294,7 +294,7 @@ fn calls_that_return_late_are_waited_for_before_the_next() {
 }
 
 #[test]
-fn a_device_has_no_more_to_do_than_it_takes_without_waiting() {
+fn a_device_gets_only_as_much_work_as_it_accepts_without_waiting() {
     let (mut communicator, lane) = ready();
     for token in 0..300 {
         communicator.submit(Token(token), plain()).unwrap();
@@ -323,7 +323,7 @@ fn what_is_given_up_is_aborted_at_once() {
 }
 
 #[test]
-fn tensors_are_free_when_kernels_have_ended_and_not_when_they_were_told_to() {
+fn tensors_are_free_after_kernels_have_ended_and_not_after_an_abort() {
     fake(|fake| fake.late = 3);
     let (mut communicator, _lane) = ready();
     communicator.abandon();

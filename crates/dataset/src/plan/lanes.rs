@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Blocks and lanes: what the order is made of, from the manifest alone.
+//! Blocks and lanes, from which the order is built. They depend on the manifest alone.
 
 use std::ops::Range;
 

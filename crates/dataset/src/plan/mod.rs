@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who reads which rows when.
+//! The plan: which rank reads which rows when.
 
 mod lanes;
 mod step;
@@ -282,7 +282,7 @@ impl Plan {
     /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be copied
     /// part by part, in the order of [`Plan::queue`], and parts that nobody needs any more make room for others.
     pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
-        // By step: what ends in it, what it alone needs, what begins in it and goes on.
+        // By step: what ends in it, what it alone needs, what begins in it and continues.
         let (ends, alone, begins) = (0_u8, 1, 2);
         let mut events: Vec<(u64, u8, u64)> = Vec::with_capacity(2 * self.parts.len());
         for part in &self.parts {

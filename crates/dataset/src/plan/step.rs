@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What one batch is made of.
+//! The parts of one batch.
 
 use crate::plan::{Plan, Stage, Tail, index};
 

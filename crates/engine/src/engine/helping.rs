@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Submitting, and helping for a moment: what is over by then costs no other thread.
+//! Submission, and a short time of help: an operation that completes in that time needs no other thread.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};

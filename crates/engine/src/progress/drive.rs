@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the holder of the progress lock does.
+//! The work of the holder of the progress lock.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How long a waiter spins before it sleeps.
+//! The time for which a waiting thread spins before it sleeps.
 //!
 //! On a quiet machine a peer answers within microseconds, and whoever spins has the answer sooner than whoever must be
 //! woken. On a busy one the spinning itself keeps the peer from its core. So the time is halved whenever it ran out

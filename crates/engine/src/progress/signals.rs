@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the threads of an engine tell each other without a lock.
+//! Signals between the threads of an engine, without a lock.
 //!
 //! No wake-up is lost (EN-5). There are three pairs of one who leaves something and one who looks for it; in each both
 //! sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees the other:
@@ -31,7 +31,7 @@ pub(super) struct Signals {
     waiters: AtomicUsize,
     /// The driver sleeps or is about to.
     parked: AtomicBool,
-    /// Something was under way when the last driver left.
+    /// Something was in progress when the last driver left.
     busy: AtomicBool,
 }
 
@@ -118,7 +118,7 @@ impl Signals {
         self.waiters.load(Ordering::SeqCst) > 0
     }
 
-    /// Driver, before it unlocks: whether something is under way.
+    /// Driver, before it unlocks: whether something is in progress.
     pub(super) fn leaves(&self, busy: bool) {
         self.busy.store(busy, Ordering::SeqCst);
     }

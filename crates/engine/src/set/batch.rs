@@ -70,7 +70,7 @@ pub(super) struct Batch {
     parts: Vec<Part>,
     pub(super) state: State,
     pub(super) route: Route,
-    /// It goes on where the one before has ended: both are pieces of one operation.
+    /// It continues where the one before has ended: both are pieces of one operation.
     pub(super) follows: bool,
     /// Copies of inputs were begun.
     loading: bool,
@@ -217,7 +217,7 @@ impl Batch {
         Ok(true)
     }
 
-    /// Whether copies are under way, and not the framework's own work.
+    /// Whether copies are in progress, and not the framework's own work.
     pub(super) fn is_copying(&self) -> bool {
         self.loading
     }
@@ -473,7 +473,7 @@ impl Part {
         }
     }
 
-    /// Prepares the segment; the copy of a device's input is under way afterwards.
+    /// Prepares the segment; the copy of a device's input is in progress afterwards.
     fn load(
         &mut self,
         shared: &Shared,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How members of an alltoall learn how many rows they receive.
+//! The exchange of the numbers of rows in an alltoall.
 //!
 //! Each member tells every other one the rows that are for it, in an alltoall of numbers just before that of the tensor:
 //! `P` numbers go and `P` come, where lists would have to carry `P * P`. The numbers are kept beside the cache entry. As
@@ -21,7 +21,7 @@ pub(super) const DEAL: Token = Token(u64::MAX - 1);
 /// Bytes of a number.
 const NUMBER: usize = size_of::<u64>();
 
-/// Numbers under way.
+/// Numbers in progress.
 pub(super) struct Dealing {
     agreed: Arc<Agreed>,
     sends: Vec<u64>,

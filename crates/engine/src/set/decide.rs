@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The coordinator: judges tensors that everybody announced, keeps groups together, fuses.
+//! The coordinator: checks tensors that all ranks have announced, keeps groups together, and fuses.
 //!
 //! Nothing is held back for a fuller operation: what becomes ready while a list is executed makes the next one. That is
 //! all the plan a training loop needs. Two ranks that submit 100 tensors at once take 1.2 to 1.7 lists a step, whether

@@ -29,7 +29,7 @@ const PIECES: usize = 8;
 pub(super) struct Execution {
     communicator: Option<Box<dyn Communicator>>,
     reach: Reach,
-    /// Numbers of rows that are under way; later batches wait for them.
+    /// Numbers of rows that are in progress; later batches wait for them.
     dealing: Option<Dealing>,
     batches: VecDeque<Batch>,
     /// Batches at the front that a communicator has, or had.
@@ -62,7 +62,7 @@ impl Execution {
         self.batches.is_empty()
     }
 
-    /// Whether a device has something under way, of which somebody may have the result already.
+    /// Whether a device has something in progress, of which somebody may have the result already.
     pub(super) fn is_watched(&self) -> bool {
         !self.broken && self.reach.is_watched()
     }

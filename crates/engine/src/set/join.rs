@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks that have nothing more to do and wait for the others.
+//! Joined ranks: they have no more data and wait for the others.
 //!
 //! A join travels upward among the announcements, so that every node knows which of them it came before. A subtree
 //! whose members have all joined says so when it has passed on what they had announced, and is not waited for any more;
@@ -71,7 +71,7 @@ impl Joins {
         self.gone.iter().filter(|source| !came.contains(source)).count()
     }
 
-    /// Others still work: the time in which something must happen begins anew.
+    /// Others still work: the time in which something must happen begins again.
     pub(super) fn goes_on(&mut self) {
         if self.since.is_some() {
             let now = Instant::now();

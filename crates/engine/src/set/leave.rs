@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who left and who failed.
+//! Ranks that left or failed.
 //!
 //! A rank that leaves says how many lists it has executed. Everybody completes those, fails the rest, and keeps its
 //! links until all are done, for a transfer may still be looking at them: `DONE` goes up the tree, then `CLEAR` goes
@@ -84,7 +84,7 @@ impl ProcessSet {
         }
     }
 
-    /// Leaves in good order, failing what is under way. Poll with [`ProcessSet::farewell`] afterwards.
+    /// Leaves in good order, failing what is in progress. Poll with [`ProcessSet::farewell`] afterwards.
     pub(crate) fn depart(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         let executed = self.execution.oldest_list().map_or(self.lists, |list| list - 1);
         let rank = self.options.world.rank;

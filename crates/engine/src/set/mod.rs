@@ -65,7 +65,7 @@ mod kind {
     pub(super) const QUERY: u8 = 9;
     /// Upward: what one of them says.
     pub(super) const ANSWER: u8 = 10;
-    /// To all: ranks submitted what cannot go on.
+    /// To all: ranks submitted what cannot continue.
     pub(super) const DISAGREEMENT: u8 = 11;
 }
 
@@ -284,7 +284,7 @@ impl ProcessSet {
         Ok(moved)
     }
 
-    /// Whether something is under way that a poll could move.
+    /// Whether something is in progress that a poll could move.
     pub(crate) fn is_busy(&self) -> bool {
         !self.local.is_empty()
             || self.joins.own().is_some()

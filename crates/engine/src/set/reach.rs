@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a set comes to a communicator among its members' devices.
+//! The agreement of a set on a communicator among its members' devices.
 //!
 //! When the first operation comes whose tensors are on a device at every member, members show each other their cards, by
 //! an allgather of the communicator of hosts at the same point of everybody's list. Whether there can be a communicator
@@ -19,9 +19,9 @@ pub(super) const MEETING: Token = Token(u64::MAX);
 pub(super) enum Reach {
     /// No operation was for devices yet.
     Unasked,
-    /// Cards are under way.
+    /// Cards are in progress.
     Asking(Memory),
-    /// The name is under way.
+    /// The name is in progress.
     Naming(Memory),
     /// There is one.
     Among(Box<dyn Communicator>),
@@ -44,7 +44,7 @@ impl Reach {
         Operation::Allgather { segments: vec![segment], bytes: vec![vec![CARD; members]] }
     }
 
-    /// What was under way is here. Returns what comes next in the meeting, to be submitted as [`MEETING`], too.
+    /// What was in progress is here. Returns what comes next in the meeting, to be submitted as [`MEETING`], too.
     ///
     /// # Errors
     /// When a communicator could be had and was refused.
@@ -118,7 +118,7 @@ impl Reach {
         matches!(self, Self::Among(communicator) if communicator.is_forming())
     }
 
-    /// Whether a device has something under way that somebody must watch.
+    /// Whether a device has something in progress that somebody must watch.
     pub(super) fn is_watched(&self) -> bool {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }

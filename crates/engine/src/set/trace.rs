@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a set tells the timeline. Nothing here runs while nobody listens.
+//! Events of a set for the timeline. Nothing here runs without a listener.
 
 use std::sync::Arc;
 
@@ -74,7 +74,7 @@ fn produced(agreed: &Agreed) -> Produced {
 pub(super) struct Span {
     tracer: Arc<Tracer>,
     tracks: Vec<(Track, Produced)>,
-    /// The activity under way.
+    /// The activity in progress.
     inside: &'static str,
     transfer: &'static str,
     range: Option<Range>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What takes too long.
+//! Operations that take too long.
 //!
 //! Only the members below a node are known to it, so one that holds an incomplete tensor for too long tells its
 //! parent who came; the coordinator puts the answers together and tells everybody, so that the error of a deadline can

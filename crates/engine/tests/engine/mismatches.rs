@@ -12,7 +12,7 @@ fn text(of: impl Fn(u32) -> Request + Sync) -> String {
     let texts = Cluster::new(&[2, 1]).run(|rank, engine| {
         let error = call(&engine, of(rank)).unwrap_err();
         assert!(matches!(error, Error::Mismatch { .. }), "{error:?}");
-        // The engine goes on, also under this name.
+        // The engine continues, also under this name.
         assert_eq!(call_sum(&engine, "t", &[1.0]), [3.0]);
         error.to_string()
     });

@@ -129,7 +129,7 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     let second = call(&numbered, &["same"], &input, None).unwrap();
     assert_eq!((outcome(first).0, outcome(second).2), (Code::Good, input.to_vec()));
 
-    // All ranks have joined: they count anew, by other names than before.
+    // All ranks have joined: they count again, by other names than before.
     let named = || names::next(&session::current().unwrap(), ProcessSetId::GLOBAL, Arc::new([]));
     assert_eq!((crate::joins(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
     assert_eq!(outcome(call(&a_call(Operation::Join), &["j"], &input, None).unwrap()).0, Code::Good);

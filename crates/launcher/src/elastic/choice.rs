@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who says which hosts there are.
+//! The choice of a source of hosts.
 
 use std::path::PathBuf;
 

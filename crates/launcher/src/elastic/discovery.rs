@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What says which hosts there are.
+//! Host discovery.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An elastic job: the registrar's decisions, carried out.
+//! An elastic job: executes the decisions of the registrar.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ const SLICE: Duration = Duration::from_millis(20);
 const SILENT: Duration = Duration::from_secs(2);
 /// How long a host may take to end workers that were told to.
 const ENDING: Duration = Duration::from_secs(20);
-/// How long one that may go takes to do so while the job goes on: its script has things to write.
+/// How long one that may go takes to do so while the job continues: its script has things to write.
 const LEAVING: Duration = Duration::from_secs(120);
 
 /// What to run while workers come and go.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A program that is asked something: what it printed, or why it has no answer.
+//! A query of an external program: its output, or why there is none.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -88,7 +88,7 @@ fn collected(stream: Option<impl Read + Send + 'static>) -> Result<mpsc::Receive
     let mut stream = stream.ok_or("has no pipe")?;
     thread(move || {
         let mut bytes = Vec::new();
-        // What came before a failure counts; the rest is read so that the program can go on.
+        // What came before a failure counts; the rest is read so that the program can continue.
         drop(stream.by_ref().take(MOST).read_to_end(&mut bytes));
         drop(std::io::copy(&mut stream, &mut std::io::sink()));
         drop(sender.send(bytes));

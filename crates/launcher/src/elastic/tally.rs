@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of the ends of an elastic job's workers, and what the job comes to.
+//! The outcomes of an elastic job's workers, and of the job.
 
 use std::collections::{BTreeMap, BTreeSet};
 

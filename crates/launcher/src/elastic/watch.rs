@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that looks for hosts.
+//! The thread of host discovery.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What becomes of each Arrow type.
+//! The conversion of each Arrow type.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub(crate) struct Origin<'a> {
     pub(crate) column: &'a str,
     pub(crate) partition: u64,
     pub(crate) row: u64,
-    /// What takes the place of nulls and NaN, and whether it was meant for this column alone.
+    /// What replaces nulls and NaN, and whether it was meant for this column alone.
     pub(crate) fill: Option<(&'a str, bool)>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub(crate) allow_nan: bool,

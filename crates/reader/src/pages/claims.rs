@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the headers of pages claim, looked at before the library takes memory for it.
+//! Checks of the sizes in page headers, before the library allocates memory for them.
 
 use crate::pages::thrift::{PageKind, page_header};
 

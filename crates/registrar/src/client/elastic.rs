@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a worker of an elastic job asks: for the next world, for news of hosts, and to go.
+//! Calls of a worker in an elastic job: for the next world, for changes of hosts, and for leaving.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Signs of life of an agent, and the registrar's word when to stop.
+//! Heartbeats of an agent, and the registrar's order to stop.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records on their way to the driver: bounded memory, and the slow-down reaches whoever writes.
+//! Records on their way to the driver: bounded memory, with backpressure to the writer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

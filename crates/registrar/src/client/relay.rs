@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links to tasks that cannot be dialled: all pass through the registrar, on one connection of this process to it.
+//! Links to tasks that accept no connections: all pass through the registrar, on one connection of this process.
 //!
 //! Both ends of a link stay plain TCP connections, to this host's loopback: one door for each task that is called, and
 //! the port of this process for those who call it. An end that closes its connection closes the other's; one that is

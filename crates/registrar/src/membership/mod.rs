@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who is in the job: a pure state machine. No clock, no I/O, no lock, no async; the server feeds it.
+//! The membership of a job: a pure state machine without clock, I/O, lock and async. The server feeds it.
 //!
 //! Time is a `Duration` since the job began. Every decision carries its reason.
 //!
@@ -104,7 +104,7 @@ pub(crate) enum Decision {
     Dismissed { task: TaskId, reason: String },
     /// Elastic jobs: members of a world should ask for the next one, at their next chance.
     Changed { generation: Generation, removed: bool, added: bool },
-    /// Elastic jobs: a world cannot go on; its members will ask for the next one.
+    /// Elastic jobs: a world cannot continue; its members will ask for the next one.
     Broken { generation: Generation, verdict: Verdict },
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One generation at work: its exits, its losses, and the verdict on which failure came first.
+//! A running generation: exits, losses, and the decision which failure came first.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

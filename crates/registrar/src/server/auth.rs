@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who calls, and how often: every call passes here before any of it is read.
+//! Authentication and rate limits: every call passes here before it is read.
 
 use std::collections::HashMap;
 use std::sync::Arc;

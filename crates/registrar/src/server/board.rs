@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What calls wait on.
+//! The state on which calls wait.
 
 use std::collections::HashMap;
 use std::sync::Arc;

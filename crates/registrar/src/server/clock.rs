@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Time as the registrar has lived through it.
+//! The clock of the registrar, without the times in which the process did not run.
 //!
 //! A driver can be stopped: by a debugger, by Ctrl-Z, by a laptop that sleeps. While it is, it hears no agent. When it
-//! goes on, every agent has been silent for as long. That says nothing of them, so such time does not count.
+//! continues, every agent has been silent for as long. That says nothing of them, so such time does not count.
 
 use std::time::Duration;
 

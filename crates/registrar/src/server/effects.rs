@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What follows from a decision: the journal holds it, then calls that wait are answered, and the driver hears of it.
+//! Effects of a decision: the journal records it, then waiting calls are answered, and the driver gets events.
 
 use std::sync::Arc;
 

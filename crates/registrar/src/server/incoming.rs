@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Connections, counted: strangers never take the place of those who hold the token.
+//! Limits of connections: strangers never displace callers with the token.
 //!
 //! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and the
 //! oldest of its kind makes way as soon as there is no place left; a proven one keeps its place while it lives.
@@ -146,7 +146,7 @@ pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or takes the place of
+/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or replaces
 /// one that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What outlives the process of an elastic job's registrar, by its journal.
+//! The state of an elastic job's registrar that survives its process, through the journal.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl Kept {
         self.journal.as_ref().map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
     }
 
-    /// A job that goes on, by new rules.
+    /// A job that continues, by new rules.
     pub(super) fn resumed(rules: Rules, journal: Arc<Journal>, records: Vec<Record>) -> Self {
         let mut kept = Self::new(rules.clone(), Some(journal));
         for record in records {
@@ -107,7 +107,7 @@ impl Core {
         resumed
     }
 
-    /// Shortens a journal that has become long, in a thread of its own: time goes on meanwhile.
+    /// Shortens a journal that has become long, in its own thread, so that the clock continues meanwhile.
     pub(super) fn shorten_journal_beside(self: &Arc<Self>) {
         if self.journal.as_ref().is_some_and(|journal| journal.is_long()) {
             let core = Arc::clone(self);
@@ -144,7 +144,7 @@ impl Core {
         Some([state].into_iter().chain(puts).chain(met).collect())
     }
 
-    /// The job is over: there is nothing to go on with.
+    /// The job is over: there is nothing to continue with.
     pub(super) fn finish_journal(&self) {
         if let Some(journal) = &self.journal {
             journal.finish();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The machine that decides who is in the job: for a fixed number of tasks, or for workers that come and go.
+//! The state machine of the membership: for a fixed number of tasks, or for workers that come and go.
 //!
-//! What follows from its steps is queued in their order. It is carried out later, under another lock, so signs of life do
-//! not wait for a journal that is written.
+//! The effects of its steps are queued in order. They are carried out later, under another lock, so heartbeats do not wait
+//! for a journal that is being written.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

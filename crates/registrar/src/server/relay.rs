@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links between tasks that nobody can dial: both ends come here, and what one sends the other gets.
+//! Links between tasks that accept no connections: both ends connect here, and data is forwarded.
 //!
 //! A task holds a stream on which it hears of calls. Whoever calls it waits here until the task has answered, on a
 //! stream of its own; from then on pieces go from end to end, a few at a time, so that a slow reader slows its peer

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a session comes up: each step with what is left of one deadline, each wait ready to give up.
+//! The start of a session: all steps share one deadline, and every wait can be interrupted.
 
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which world this process belongs to, by its environment alone.
+//! Finds the world of this process from its environment.
 
 use super::starters::{SLURM_STEP, STARTERS, Starter};
 use super::{Lookup, nodes};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The file through which rank 0 hands its ticket to the other ranks: a secret.
+//! The file through which rank 0 passes its ticket, which is a secret, to the other ranks.
 
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -52,7 +52,7 @@ pub(super) fn existing(folder: &Path) -> Result<(), String> {
     Err(format!("FARANDOLE_RENDEZVOUS must be a directory that is there: {}", folder.display()))
 }
 
-/// Writes `text` so that a reader sees all of it or none, in place of what an earlier job has left.
+/// Writes `text` so that a reader sees all of it or none, instead of what an earlier job has left.
 ///
 /// # Errors
 /// What the system says.

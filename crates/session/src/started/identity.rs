@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A name of the job that all its processes make alike, and no other job's do.
+//! A name of the job that is the same in all its processes and differs from that of other jobs.
 
 use std::fs;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Rank 0 takes the others in, and they find it.
+//! The meeting of the ranks: rank 0 admits the others, and they find it.
 
 use std::path::PathBuf;
 use std::process;
@@ -145,7 +145,7 @@ pub fn holder() -> Option<(&'static str, String)> {
 }
 
 /// Tells the registrar that this process ends well, where it is a rank that somebody else has started: no agent does it,
-/// and the others may go on, and form worlds, without it.
+/// and the others may continue, and form worlds, without it.
 pub fn leave() {
     let client = match HELD.lock().as_ref() {
         Some(held) if held.process == process::id() => held.client.clone(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The first host of what batch systems say about hosts: where rank 0 is.
+//! The first host in the lists of batch systems, which is the host of rank 0.
 
 use farandole_world::nodelist::expand;
 

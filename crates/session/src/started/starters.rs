@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The table of starters: which variables tell what.
+//! The table of other launchers and their variables.
 
 use super::Lookup;
 

@@ -72,7 +72,7 @@ unsafe fn perform(plan: &Plan, outputs: Outputs, inputs: *const *const c_void) -
     Ok(())
 }
 
-/// One collective under way; lives on the stack of the thread that drives it.
+/// One collective in progress; lives on the stack of the thread that drives it.
 struct Waiting<'a> {
     door: &'static Door,
     operation: Operation,

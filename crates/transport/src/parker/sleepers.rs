@@ -53,7 +53,7 @@ impl Sleepers {
         }
         place.answer();
         self.signalled.swap(false, Ordering::AcqRel);
-        // Whoever else heard of it is rung anew, since the ring was answered. Either he is counted by now, or he finds
+        // Whoever else heard of it is rung again, since the ring was answered. Either he is counted by now, or he finds
         // that nobody is parked.
         place.unpark();
         if self.count.fetch_sub(1, Ordering::SeqCst) > 1 {

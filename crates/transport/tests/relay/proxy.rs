@@ -168,7 +168,7 @@ fn pump(shared: &Shared, mut from: TcpStream, number: usize, way: Way, plan: Opt
                 drop((out.shutdown(Shutdown::Both), from.shutdown(Shutdown::Both)));
             }
         }
-        // What lies before the harm goes on; what is needed for it stays, unless nothing follows.
+        // What lies before the harm continues; what is needed for it stays, unless nothing follows.
         let goes = match &plan {
             Some(_) if received > 0 => at.unwrap_or(0).min(held.len()),
             _ => held.len(),
@@ -209,7 +209,7 @@ fn inflict(harm: &Harm, held: &mut Vec<u8>, at: usize) {
     }
 }
 
-/// The far end of another connection, once it is there. The other's own bytes go on: they are harmed, too.
+/// The far end of another connection, once it is there. The other's own bytes continue: they are harmed, too.
 fn meet(shared: &Shared, number: usize, other: usize, way: Way) -> TcpStream {
     assert_ne!(number, other);
     let state = shared.state.lock().unwrap();

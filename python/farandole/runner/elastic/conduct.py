@@ -34,7 +34,7 @@ _OF_THE_NETWORK = (f"{FarandoleInternalError.__module__}.{FarandoleInternalError
 
 
 class Workers(Protocol):
-    """What starts the workers of an elastic job.
+    """Starts the workers of an elastic job.
 
     Attributes:
         endings: How workers ended, by task.
@@ -90,7 +90,7 @@ def conduct(
         What the function returned on each rank of the last world, rank 0 first.
 
     Raises:
-        FarandoleJobError: The job failed, or could not go on.
+        FarandoleJobError: The job failed, or could not continue.
     """
     job = _Job(registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error)
     try:

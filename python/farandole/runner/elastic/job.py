@@ -37,7 +37,7 @@ _ENDING: Final = 30.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """What makes a job elastic, as `farandole.run` takes it.
+    """The elastic arguments of `farandole.run`.
 
     Attributes:
         discovery: A program that prints hosts, or an object that finds them.
@@ -83,7 +83,7 @@ class Elastic:
             raise ValueError(f"{named[0]} and host_discovery_script exclude each other")
 
     def options(self) -> dict[str, str]:
-        """What was given, as knobs."""
+        """The given arguments, as settings."""
         told = {
             "min_num_proc": self.min_num_proc,
             "max_num_proc": self.max_num_proc,

@@ -35,7 +35,7 @@ VECTOR = pa.struct(
 
 @dataclass(frozen=True)
 class Fill:
-    """What takes the place of nulls and NaN in one column, as in prepared data."""
+    """What replaces nulls and NaN in one column, as in prepared data."""
 
     text: str
     """The value, written out: each type reads it in its own way."""
@@ -44,7 +44,7 @@ class Fill:
 
 
 def fill_of(fill: Any, name: str) -> Fill | None:
-    """What is filled into a column.
+    """The replacement of missing values in a column.
 
     Args:
         fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
@@ -67,7 +67,7 @@ def features(
         batch: whose columns go by number.
         present: their names.
         names: of the columns that are wanted.
-        encoding: categories and what takes the place of nulls and NaN.
+        encoding: categories and what replaces nulls and NaN.
         fixed: whether lists of different lengths are padded to the largest length.
 
     Raises:
@@ -93,7 +93,7 @@ def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[A
     Args:
         column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's vectors of one size.
         name: the column's, for messages.
-        fill: what takes the place of nulls and NaN; without it nulls are refused.
+        fill: what replaces nulls and NaN; without it nulls are refused.
 
     Raises:
         ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that the column cannot

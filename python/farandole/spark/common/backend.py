@@ -119,7 +119,7 @@ class SparkBackend(Backend):
     `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was left out.
 
     With `min_num_proc` or `max_num_proc` the job is elastic, as that of `farandole.spark.run_elastic`: when a worker is
-    lost the others go on, and another one takes its place when Spark has a slot.
+    lost the others continue, and another one replaces it when Spark has a slot.
 
     Args:
         num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's default
@@ -225,7 +225,7 @@ class LocalBackend(Backend):
     `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
 
     With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
-    one takes its place.
+    one replaces it.
 
     Args:
         num_proc: Number of processes, or of those that an elastic job begins with; default: the number of cores.

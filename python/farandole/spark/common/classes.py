@@ -52,11 +52,11 @@ def _classes(value: Any) -> list[str] | None:
 
 
 class ClassParams(Params):
-    """What estimators and models say about predictions in Spark ML's manner."""
+    """The parameters of estimators and models for predictions as in Spark ML."""
 
     predictionCol = declare("predictionCol", "column for the class, or the value", check.optional("predictionCol"))
     rawPredictionCol = declare(
-        "rawPredictionCol", "column for a number of each class", check.optional("rawPredictionCol")
+        "rawPredictionCol", "column for one number of each class", check.optional("rawPredictionCol")
     )
     probabilityCol = declare(
         "probabilityCol", "column for the probability of each class", check.optional("probabilityCol")
@@ -68,12 +68,14 @@ class ClassParams(Params):
         "labelIndexCol", "column for the index of the label's class", check.optional("labelIndexCol")
     )
     thresholds = declare(
-        "thresholds", "of each class: the class of the largest probability by threshold is predicted", _thresholds
+        "thresholds",
+        "one number per class: the largest probability divided by it wins",
+        _thresholds,
     )
-    class_names = declare("class_names", "names of the classes, where the label has none", _classes)
+    class_names = declare("class_names", "names of the classes, if the label has none", _classes)
     output_form = declare(
         "output_form",
-        "what the model returns: values, logits, probabilities or log_probabilities; default: as its loss takes it",
+        "what the model returns: values, logits, probabilities or log_probabilities; default: that of its loss",
         lambda value: None if value is None else check.choice("output_form", *FORMS)(value),
     )
 

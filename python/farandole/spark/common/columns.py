@@ -42,7 +42,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Roles:
-    """What each column is for."""
+    """The role of each column."""
 
     features: tuple[str, ...]
     labels: tuple[str, ...]

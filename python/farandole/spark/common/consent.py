@@ -23,7 +23,7 @@ class PickleNotAllowedError(ValueError):
 
 
 def given() -> bool | None:
-    """What the variable says; `None` where it is not set.
+    """The value of the variable; `None` if it is not set.
 
     Raises:
         ValueError: it says something else.

@@ -90,7 +90,7 @@ def module(value: Any) -> list[Any]:
 
 
 def _of_part(part: Any) -> list[Any]:
-    """What a module says in its own words; a user's, and one without words, the plain public values that it keeps."""
+    """A module's own description; for a user's module, or one without a description, its plain public values."""
     words = part.extra_repr()
     if words and type(part).__module__.partition(".")[0] in _FRAMEWORKS:
         return [words]
@@ -171,7 +171,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _code(code: types.CodeType) -> list[Any]:
-    """What the code does; not where it stands, nor what its comments say."""
+    """The code itself, without its place and its comments."""
     constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
     return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames)]
 
@@ -191,7 +191,7 @@ def _object(value: Any, go: Any) -> Any:
 
 
 def _kept(value: Any, torch: Any) -> dict[str, Any]:
-    """What an object was made with, as far as its class tells."""
+    """The arguments with which an object was created, as far as its class shows them."""
     if torch is not None and isinstance(value, torch.optim.Optimizer):
         return {"groups": optimizer(value)}
     if hasattr(value, "get_config"):  # of Keras

@@ -166,9 +166,9 @@ def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | 
 
 
 def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """The checkpoint to go on from: the last one, or where that is damaged or missing, the one before.
+    """The checkpoint to continue from: the last one, or where that is damaged or missing, the one before.
 
-    The one before then takes the place of the damaged one, so that the next write does not keep that.
+    The one before then replaces the damaged one, so that the next write does not keep that.
 
     Args:
         store: directory of the run.
@@ -200,7 +200,7 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
 
 
 def damage(data: bytes) -> str | None:
-    """What is wrong with a checkpoint; `None` when it is whole.
+    """The defect of a checkpoint; `None` if it is complete.
 
     Args:
         data: of the file.

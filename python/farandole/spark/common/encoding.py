@@ -79,7 +79,7 @@ class Encoding:
         learned: Mapping[str, str] | None = None,
         ragged: Mapping[str, Any] | None = None,
     ) -> Self:
-        """What a fitted model carries.
+        """The encoding in a fitted model.
 
         Args:
             categories: By column.
@@ -100,7 +100,7 @@ class Encoding:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> Self:
-        """What `to_json` wrote.
+        """The inverse of `to_json`.
 
         Args:
             text: Of the file.

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
-    """What the estimators of all frameworks share."""
+    """The base of the estimators of all frameworks."""
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         self, df: Any, params: Any = None, *, ui: bool = False, timeline: str | os.PathLike[str] | bool | None = None
@@ -132,7 +132,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
             FarandoleJobError: a worker failed.
-            RunDiffersError: a `ValueError`: the run of `run_id` was begun with other data or parameters.
+            RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or parameters.
         """
         self._show(ui)
         with gathered(timeline), mapped(params is not None):
@@ -177,7 +177,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
-                # Anew: a live bar has put streams of its own in place of those that the first one took.
+                # Anew: a live bar has put streams of its own instead of those that the first one took.
                 return self._train(self._backend(), prepared, shown)
 
     def _fit_frame(self, dataset: Any) -> Any:
@@ -312,7 +312,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return name_of(given, fingerprint) if given else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
 
     def _fingerprint(self, prepared: Prepared) -> Fingerprint:
-        """What decides the result of a fit.
+        """The parts that decide the result of a fit.
 
         Args:
             prepared: its data.
@@ -328,7 +328,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
 
     @contextlib.contextmanager
     def _held(self, job: Any, fingerprint: Fingerprint, shown: Progress) -> Iterator[None]:
-        """Holds a run for this fit alone, which goes on with what it was begun with, and says where it goes on.
+        """Holds a run for this fit alone, which continues with what it was started with, and says where it continues.
 
         Args:
             job: the run.
@@ -337,18 +337,18 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
 
         Raises:
             RunInUseError: another fit trains the same run.
-            RunDiffersError: the run was begun with something else.
+            RunDiffersError: the run was started with something else.
         """
         force, epochs = self.getResume() == "force", self.getEpochs()
         with alone(job.store.run_path, job.run_id):
             begin(job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.message)
             checkpoint = job.paths().get("checkpoint")
             if checkpoint is not None and self._store().exists(checkpoint):
-                shown.message(f"run {job.run_id} goes on from its checkpoint {checkpoint}, up to epoch {epochs}")
+                shown.message(f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
 
     def _tracked(self, run_id: str, prepared: Prepared) -> Tracker:
-        """What logs the run elsewhere: MLflow and Weights & Biases where they were asked for.
+        """The trackers of the run: MLflow and Weights & Biases, if requested.
 
         Args:
             run_id: name of the run.
@@ -384,7 +384,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return cast("AbstractFilesystemStore", self.getStore())
 
     def _wish(self) -> Wish:
-        """Categories, and what takes the place of missing values."""
+        """Categories, and what replaces missing values."""
         return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
 
     def _split(self) -> Split | None:
@@ -393,7 +393,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """What the fitted model goes on with: categories, values for what is missing, and what is said of predictions.
+        """Parameters that the fitted model takes over: categories, fill values, and those of predictions.
 
         Args:
             prepared: its data.

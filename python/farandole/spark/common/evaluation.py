@@ -112,7 +112,7 @@ class ScoreCounts:
 
 @dataclass
 class ClassSums:
-    """What rows of classes add up to."""
+    """The sums over rows with classes."""
 
     form: str
     thresholds: Sequence[float] | None
@@ -186,7 +186,7 @@ class ClassSums:
 
 @dataclass
 class ValueSums:
-    """What rows of values add up to."""
+    """The sums over rows with values."""
 
     count: int = 0
     square: float = 0.0

@@ -58,7 +58,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return self._described(path.rstrip("/"), size, modified, is_directory)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is directly in a directory, or the file itself."""
+        """The entries of a directory, or the file itself."""
         base = path.rstrip("/")
         items = native.Store(path).look()
         if not items:
@@ -116,7 +116,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         """Does nothing: directories come with their files."""
 
     def created(self, path: str) -> Any:
-        """As `modified`: a file is never changed, only written anew."""
+        """As `modified`: a file is never changed, only written again."""
         return self.modified(path)
 
     def modified(self, path: str) -> Any:

@@ -122,7 +122,7 @@ class Fingerprint:
         """What is not as it was; initial weights and the length of the run aside.
 
         Args:
-            now: the fingerprint of the fit that wants to go on.
+            now: the fingerprint of the fit that wants to continue.
         """
         mine, theirs = ({one.name: one for one in each.parts if one.name != INITIAL} for each in (self, now))
         nothing = Part("", "", "None")

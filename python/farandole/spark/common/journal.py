@@ -143,7 +143,7 @@ class Journal:
         self._epochs[epoch] = {**body["values"], "epoch": epoch, "seconds": body.get("seconds")}
 
     def _scores(self) -> dict[str, Any]:
-        """What the list of runs shows without reading the history."""
+        """The facts that the list of runs shows without reading the history."""
         if not self._epochs:
             return {}
         last = max(self._epochs)
@@ -171,7 +171,7 @@ class Journal:
             ends = self._ends
             try:
                 self._write()
-            except Exception as error:  # noqa: BLE001 - the training goes on without a page
+            except Exception as error:  # noqa: BLE001 - the training continues without a page
                 level = logging.DEBUG if self._told else logging.WARNING
                 self._told = True
                 _LOG.log(level, "what the run viewer shows cannot be written: %s: %s", self._remote.run_path, error)
@@ -231,7 +231,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read(remote: RemoteStore) -> dict[str, Any]:
-    """The record of the fit before, if the run goes on."""
+    """The record of the fit before, if the run continues."""
     try:
         record = json.loads(remote.read(RECORD) or b"{}")
     except (OSError, ValueError):

@@ -41,7 +41,7 @@ _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 class FarandoleModel(ModelParams, ClassParams, Model):
-    """What the models of all frameworks share."""
+    """The base of the models of all frameworks."""
 
     _framework = "the framework"
 

@@ -24,7 +24,7 @@ _STEPS = 2000
 
 
 class Notebook(Progress):
-    """One output of a cell, drawn anew as the fit goes on."""
+    """One output of a cell, drawn again as the fit continues."""
 
     def __init__(self) -> None:
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]

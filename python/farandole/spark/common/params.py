@@ -59,16 +59,16 @@ def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any
 
 
 class EstimatorParams(Params):
-    """What every estimator takes, whatever its framework."""
+    """The parameters of every estimator."""
 
     num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
     model = declare("model", "the model to train", check.anything)
     backend = declare("backend", "where training processes run; not together with num_proc", check.backend)
-    store = declare("store", "where prepared data, checkpoints and logs live", check.store)
+    store = declare("store", "place of prepared data, checkpoints and logs", check.store)
     optimizer = declare("optimizer", "the optimizer, made over the model's parameters", check.anything)
     loss = declare("loss", "the loss, or a list of one per label column", check.anything)
     loss_weights = declare(
-        "loss_weights", "weight of each label's loss; equal when unset", check.numbers("loss_weights")
+        "loss_weights", "weight of each label's loss; equal by default", check.numbers("loss_weights")
     )
     sample_weight_col = declare(
         "sample_weight_col", "column with the weight of each row in the loss", check.text("sample_weight_col")
@@ -78,26 +78,30 @@ class EstimatorParams(Params):
         "feature_cols", "columns given to the model, one tensor each; a list in the list makes one tensor of several",
         check.features,
     )  # fmt: skip
-    label_cols = declare("label_cols", "columns the outputs are compared with", check.names("label_cols"))
+    label_cols = declare("label_cols", "columns to compare with the outputs", check.names("label_cols"))
     validation = declare(
-        "validation", "share of rows held out, or a column whose true or positive rows are", check.validation
+        "validation",
+        "share of rows to hold out, or a column that is true or positive in held-out rows",
+        check.validation,
     )
     batch_size = declare("batch_size", "rows per step and process", check.at_least("batch_size", 1))
     val_batch_size = declare(
         "val_batch_size",
-        "rows per validation step and process; batch_size when unset",
+        "rows per validation step and process; batch_size by default",
         check.at_least("val_batch_size", 1),
     )
-    epochs = declare("epochs", "times the training rows are seen", check.at_least("epochs", 1))
-    verbose = declare("verbose", "0 silent, 1 progress, 2 also what workers print", check.at_least("verbose", 0))
+    epochs = declare("epochs", "number of passes over the training rows", check.at_least("epochs", 1))
+    verbose = declare("verbose", "0 silent, 1 progress, 2 also the workers' output", check.at_least("verbose", 0))
     random_seed = declare("random_seed", "seed of split, order and framework", check.at_least("random_seed", 0))
-    shuffle = declare("shuffle", "whether each epoch has an order of its own", check.flag("shuffle"))
+    shuffle = declare("shuffle", "whether each epoch has its own order", check.flag("shuffle"))
     partitions_per_process = declare(
-        "partitions_per_process", "most files of prepared data per process", check.at_least("partitions_per_process", 1)
+        "partitions_per_process",
+        "largest number of prepared files per process",
+        check.at_least("partitions_per_process", 1),
     )
     run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.run_id)
     resume = declare(
-        "resume", "auto: a run goes on with what it was begun with alone; force: in any case",
+        "resume", "auto: continue only with the same data, model and parameters; force: always",
         check.choice("resume", "auto", "force"),
     )  # fmt: skip
     train_steps_per_epoch = declare(
@@ -109,20 +113,22 @@ class EstimatorParams(Params):
         check.at_least("validation_steps_per_epoch", 1),
     )
     label_shapes = declare("label_shapes", "shape of each label's tensor", check.shapes("label_shapes"))
-    use_gpu = declare("use_gpu", "train on GPUs where every process has one", check.flag("use_gpu"))
+    use_gpu = declare("use_gpu", "train on GPUs if every process has one", check.flag("use_gpu"))
     backward_passes_per_step = declare(
         "backward_passes_per_step",
         "batches whose gradients make one step",
         check.at_least("backward_passes_per_step", 1),
     )
-    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", check.compression)
-    callbacks = declare("callbacks", "what is called while the model trains", check.listed("callbacks"))
+    gradient_compression = declare(
+        "gradient_compression", "compression of gradients between processes", check.compression
+    )
+    callbacks = declare("callbacks", "callbacks during the training", check.listed("callbacks"))
     continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
     categorical_cols = declare("categorical_cols", "NVTabular's; not used", check.text_list("categorical_cols"))
     compress_sparse_cols = declare(
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
-    fill = declare("fill", "what takes the place of nulls and NaN, for all columns or by column", check.fill)
+    fill = declare("fill", "replacement of nulls and NaN, for all columns or by column", check.fill)
     validation_stratify = declare(
         "validation_stratify", "column of classes: the share is held out of each", check.optional("validation_stratify")
     )
@@ -136,13 +142,13 @@ class EstimatorParams(Params):
     categories = declare(
         "categories", "columns that become indices of categories, which are learned or given", check.categories
     )
-    allow_nan = declare("allow_nan", "take NaN and infinities as values like any others", check.flag("allow_nan"))
+    allow_nan = declare("allow_nan", "accept NaN and infinities like other values", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
         "shuffle_buffer_size", "ignored",
         check.deprecated("shuffle_buffer_size", "the order of an epoch does not depend on a buffer"),
     )  # fmt: skip
     transformation_fn = declare(
-        "transformation_fn", "makes other values of each row before the model sees it",
+        "transformation_fn", "changes the values of each row before the model gets it",
         check.function("transformation_fn"),
     )  # fmt: skip
     transformation_edit_fields = declare(
@@ -167,7 +173,7 @@ class EstimatorParams(Params):
         "inmemory_cache_all", "whether each process keeps its rows in memory", check.flag("inmemory_cache_all")
     )
     mp_start_method = declare(
-        "mp_start_method", "how training processes start processes of their own",
+        "mp_start_method", "start method of processes that a training process starts",
         check.choice("mp_start_method", *multiprocessing.get_all_start_methods()),
     )  # fmt: skip
     tensorflow_dataset_prefetch_buffer_size = declare(
@@ -175,10 +181,10 @@ class EstimatorParams(Params):
         check.at_least("tensorflow_dataset_prefetch_buffer_size", 0),
     )  # fmt: skip
     on_failure = declare(
-        "on_failure", "what a lost or failed worker leads to: an error, or a restart from the checkpoint",
+        "on_failure", "reaction to a lost or failed worker: an error, or a restart from the checkpoint",
         check.choice("on_failure", "raise", "restart"),
     )  # fmt: skip
-    max_restarts = declare("max_restarts", "most restarts of one fit", check.at_least("max_restarts", 1))
+    max_restarts = declare("max_restarts", "largest number of restarts of one fit", check.at_least("max_restarts", 1))
     terminate_on_nan = declare(
         "terminate_on_nan", "whether a loss that is NaN or infinite ends the run", check.flag("terminate_on_nan")
     )
@@ -304,19 +310,23 @@ class EstimatorParams(Params):
 
 
 class ModelParams(Params):
-    """What every fitted model carries."""
+    """The parameters of every fitted model."""
 
     history = declare("history", "losses and metrics of each epoch", check.anything)
     model = declare("model", "the trained model", check.anything)
     feature_columns = declare("feature_columns", "columns given to the model", check.features)
-    label_columns = declare("label_columns", "columns the outputs were compared with", check.names("label_columns"))
-    output_cols = declare("output_cols", "columns transform adds", check.names("output_cols"))
+    label_columns = declare(
+        "label_columns", "columns that were compared with the outputs", check.names("label_columns")
+    )
+    output_cols = declare("output_cols", "columns that transform adds", check.names("output_cols"))
     run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))
-    paths = declare("paths", "where the run left its data, checkpoint and logs", check.anything)
-    batch_size = declare("batch_size", "most rows predicted at once", check.at_least("batch_size", 1))
-    fill = declare("fill", "what takes the place of nulls and NaN", check.fill)
-    verbose = declare("verbose", "0 says nothing about predictions", check.at_least("verbose", 0))
-    learned = declare("learned", "which values of fill were learned, and as what", check.anything)
+    paths = declare("paths", "paths of the run: data, checkpoint and logs", check.anything)
+    batch_size = declare(
+        "batch_size", "largest number of rows that are predicted at once", check.at_least("batch_size", 1)
+    )
+    fill = declare("fill", "replacement of nulls and NaN", check.fill)
+    verbose = declare("verbose", "0 shows no messages about predictions", check.at_least("verbose", 0))
+    learned = declare("learned", "the values of fill that were learned, and their kind", check.anything)
     categories = declare("categories", "categories of the columns that have some", check.categories)
     ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
     signature = declare("signature", "columns, shape and type of each of the model's inputs", check.anything)

@@ -21,7 +21,7 @@ _log = logging.getLogger("farandole")
 
 
 def told(values: dict[str, Any]) -> dict[str, Any]:
-    """What is saved of an estimator's store and backend, as JSON holds it.
+    """The saved parts of an estimator's store and backend, as JSON.
 
     Args:
         values: parameters that are set, by name.

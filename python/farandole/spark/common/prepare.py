@@ -152,7 +152,7 @@ def prepare_data(
         roles: the columns.
         seed: of the split.
         partitions_per_process: most partitions per training process.
-        fill: what takes the place of nulls and NaN, see `farandole.data.prepare_data`.
+        fill: what replaces nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
         split: how validation rows are chosen, if not by rows alone.
         ragged: how lists of different lengths are padded, by column.
@@ -387,7 +387,7 @@ def _quoted(df: DataFrame, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a task says when it has finished, and what others had finished before."""
+    """The summaries of a finished task, and of tasks that had finished before."""
 
     train_url: str
     done: dict[int, bytes]
@@ -400,7 +400,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What becomes of the batches that Spark hands over."""
+    """The processing of batches from Spark."""
 
     names: list[str]
     """Of their columns, which go by number."""

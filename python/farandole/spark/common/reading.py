@@ -113,7 +113,7 @@ def data_of(
 
 
 def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
-    """What becomes of nulls, NaN and infinities when data is read.
+    """The treatment of nulls, NaN and infinities when data is read.
 
     Args:
         estimator: whose parameters count.
@@ -130,7 +130,7 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
 
 
 def transformation_of(estimator: EstimatorParams) -> Transformation | None:
-    """What becomes of rows before the model sees them.
+    """The changes of rows before the model gets them.
 
     Args:
         estimator: whose parameters count.
@@ -143,7 +143,7 @@ def transformation_of(estimator: EstimatorParams) -> Transformation | None:
 
 
 def paths_of(store: RemoteStore, data: Data) -> dict[str, str]:
-    """Where a run's files are: those that it has.
+    """The paths of a run's files, if it has files.
 
     Args:
         store: of the run.

@@ -77,7 +77,7 @@ class RemoteStore:
         return durable.read(run, name, partial(self._fault, run))
 
     def resume(self) -> bytes | None:
-        """The checkpoint that the run goes on from, or `None` for a fresh run.
+        """The checkpoint that the run continues from, or `None` for a fresh run.
 
         Raises:
             ValueError: there are checkpoints, and none of them can be used.

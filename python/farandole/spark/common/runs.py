@@ -79,7 +79,7 @@ def _is_tuned(frame: FrameType | None) -> bool:
 def begin(
     remote: RemoteStore, run_id: str, fingerprint: Fingerprint, epochs: int, *, force: bool, tell: Callable[[str], None]
 ) -> None:
-    """Makes sure that a run goes on with what it was begun with, and notes it for a new run. The run is held.
+    """Makes sure that a run continues with what it was started with, and notes it for a new run. The run is held.
 
     Args:
         remote: the run's paths.
@@ -107,11 +107,11 @@ def begin(
 
 
 def check(before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, tell: Callable[[str], None]) -> None:
-    """Refuses to go on with something else than a run was begun with.
+    """Refuses to continue with something else than a run was started with.
 
     Args:
-        before: what it was begun with.
-        now: what a fit wants to go on with.
+        before: what it was started with.
+        now: what a fit wants to continue with.
         run_id: its name, for messages.
         force: whether that is wanted.
         tell: gets what the user should know.

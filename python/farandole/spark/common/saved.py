@@ -47,7 +47,7 @@ _Row = tuple[str, int, bytes]
 
 
 class _Files(Protocol):
-    """What reads and writes the directory; names are relative to it."""
+    """The reader and writer of the directory; names are relative to it."""
 
     def exists(self) -> bool:
         """Whether an object is there, or a part of one."""

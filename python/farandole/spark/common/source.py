@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Missing:
-    """What becomes of nulls, NaN and infinities in data that somebody else wrote."""
+    """The treatment of nulls, NaN and infinities in data that another program wrote."""
 
     fill: Mapping[str, float] = field(default_factory=dict)
-    """What takes the place of nulls and NaN, by column; `"*"` stands for all others that can hold it."""
+    """Replacements of nulls and NaN, by column; `"*"` stands for all other columns that can hold them."""
     allow_nan: bool = True
     """Whether NaN and infinities are values like any others."""
 
@@ -65,7 +65,7 @@ class Place:
     Attributes:
         steps: steps of the epoch that are done, whatever the number of processes was.
         rows: rows of those.
-        number: of the pass under way; `None` is the epoch's first.
+        number: of the pass in progress; `None` is the epoch's first.
         row: the first of this pass that is left.
     """
 
@@ -92,7 +92,7 @@ class Source:
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: what becomes of nulls, NaN and infinities.
-        moves: whether an epoch may go on with another number of processes.
+        moves: whether an epoch may continue with another number of processes.
         ragged: columns of lists of different lengths.
         fixed: whether these are padded to their largest length in every batch.
 
@@ -185,7 +185,7 @@ class Source:
         return found
 
     def begin_at(self, place: Place) -> None:
-        """Has epochs begin, or go on, at a place, until this is called again.
+        """Has epochs begin, or continue, at a place, until this is called again.
 
         Args:
             place: the beginning, or what `place_after` told with whatever number of processes.
@@ -235,7 +235,7 @@ class Source:
             current, row = current + 1, 0
 
     def _first_pass(self, number: int, steps: int) -> int:
-        """Number of the pass that an epoch of so many steps begins with, or goes on with."""
+        """Number of the pass that an epoch of so many steps begins with, or continues with."""
         if self._begun.number is not None:
             return self._begun.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))

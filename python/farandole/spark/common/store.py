@@ -7,7 +7,7 @@ A store is a URL and a layout below it:
     <prefix>/intermediate_train_data[.<idx>]    prepared rows; also ..._val_data and ..._test_data
     <prefix>/runs/<run_id>/checkpoint           the last complete checkpoint; the one before is checkpoint.previous
     <prefix>/runs/<run_id>/_run.json            which contents of checkpoints the run's jobs have written
-    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was begun with
+    <prefix>/runs/<run_id>/_fingerprint.json    which data, model and parameters the run was started with
     <prefix>/runs/<run_id>/logs/                history and logs
 
 The native store reads and writes all bytes, so the driver, Spark's executors and training processes agree on every
@@ -128,15 +128,15 @@ class Store:
         raise NotImplementedError
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Where prepared training rows live."""
+        """The path of prepared training rows."""
         raise NotImplementedError
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Where prepared validation rows live."""
+        """The path of prepared validation rows."""
         raise NotImplementedError
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Where prepared test rows live."""
+        """The path of prepared test rows."""
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
@@ -273,7 +273,7 @@ class AbstractFilesystemStore(Store):
 
     @property
     def storage_options(self) -> StorageOptions:
-        """What travels to other processes that open this store's paths by URL."""
+        """The options that are sent to other processes which open this store's paths by URL."""
         return self._options
 
     @property

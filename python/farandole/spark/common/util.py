@@ -83,7 +83,7 @@ def prepare_data(
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
         verbose: whether to say what was prepared.
-        fill: what takes the place of nulls and NaN, for all columns or a dict by column; without it they are errors.
+        fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are errors.
         allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
@@ -135,7 +135,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, dict[str, Any], float]:
-    """What is known of the data set in a store.
+    """The metadata of the data set in a store.
 
     Args:
         store: where it is.

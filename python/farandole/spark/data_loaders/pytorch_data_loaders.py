@@ -97,7 +97,7 @@ class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):
-    """Batches that go on over the ends of a reader's epochs: an epoch here is `limit_step_per_epoch` of them."""
+    """Batches that continue over the ends of a reader's epochs: an epoch here is `limit_step_per_epoch` of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `PytorchDataLoader`; a reader that ends after some epochs is refused."""

@@ -28,7 +28,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 
 
 def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]) -> tuple[Any, Any]:
-    """What each group of feature columns becomes.
+    """The input of each group of feature columns.
 
     Args:
         model: may state its inputs.
@@ -133,7 +133,7 @@ def argument(arrays: Sequence[Array], keys: Sequence[str] | None) -> Any:
 
 
 def model_labels(shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int) -> Any:
-    """What the model's outputs are compared with.
+    """The labels with which the model's outputs are compared.
 
     Args:
         shape: of the model.
@@ -208,7 +208,7 @@ def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None
 
 
 def told_misfit(shape: Shape, error: Exception) -> str:
-    """What to say when a model does not take its inputs.
+    """The message about a model that does not accept its inputs.
 
     Args:
         shape: of the model.

@@ -225,7 +225,7 @@ def _loaded(packed: bytes, found: Mapping[str, Any]) -> Any:
         return payload.unpack(packed, found, safe_mode=False)  # made here, of the user's own model
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "the model does not load again; classes and functions that Keras does not know by name go into "
+            "the saved model cannot be loaded; classes and functions that Keras does not know by name go into "
             f"custom_objects: {error}"
         ) from error
 

@@ -34,9 +34,9 @@ class Reached:
 
     Attributes:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
-        epoch: that is under way.
+        epoch: that is in progress.
         place: in its data.
-        metrics: sums of its training, if it is under way.
+        metrics: sums of its training, if it is in progress.
         note: what a checkpoint says of the epochs before.
         best: the model that the user's callback has kept, a file.
         size: of the world whose learning rate the optimizer has.

@@ -128,7 +128,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
         label_shapes: Shape of each label's array, -1 for its rows.
         checkpoint_callback: A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns
-            the model that it kept, in place of the last one.
+            the model that it kept, instead of the last one.
         inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
         backend_env: Variables to set in the training processes.
         use_gpu: Train on GPUs if every process sees one; default True.
@@ -251,7 +251,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         if optimizer is None and getattr(model, "optimizer", None) is None:
             raise ValueError("Optimizer parameter is required for the model to compile, or a compiled model")
         if optimizer is not None and not isinstance(optimizer, str | keras.optimizers.Optimizer):
-            raise ValueError(f"optimizer must be an optimizer of Keras's or its name: {type(optimizer).__name__}")
+            raise ValueError(f"optimizer must be a Keras optimizer or its name: {type(optimizer).__name__}")
         if self.getLoss() is None and known.get("loss") is None and not compiled.has_own_step(model):
             raise ValueError("Loss parameter is required for the model to compile, or a compiled model")
         loss = self.getLoss()
@@ -318,7 +318,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in made.items()}
             missing = [name for name in raw if name not in columns]
             if missing:
-                raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(missing)}")
+                raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(missing)}")
         check_sizes(columns, labels, self.getLabelShapes(), "label")
         model = self.getModel()
         inputs, keys = inputs_of(model, groups, columns)

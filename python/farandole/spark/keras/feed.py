@@ -33,7 +33,7 @@ class Feed:
     Args:
         source: of rows.
         job: the run.
-        steps: batches of an epoch; more than a pass has go on with the next pass.
+        steps: batches of an epoch; more than a pass has continue with the next pass.
         trains: whether they are for training, where each brings its share if these differ.
         moves: whether the world may change: then each batch for training brings its share.
     """

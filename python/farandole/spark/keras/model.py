@@ -75,7 +75,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         labelIndexCol: Column for the index of the label's class, where labels are strings.
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
         class_names: Names of the classes, if the label has none.
-        signature: What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
+        signature: Description of each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
             `"log_probabilities"`; default: the form that its loss takes, if it is known.
     """
@@ -163,7 +163,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
 
 def layers(model: Any) -> list[Layer]:
-    """The layers of a model, and in place of a model among them its own layers.
+    """The layers of a model, and instead of a model among them its own layers.
 
     Args:
         model: of any kind. Weights that two layers share count where they come first.

@@ -19,7 +19,7 @@ def _loss(value: Any) -> Any:
     parts = value.values() if isinstance(value, dict) else (value if isinstance(value, list | tuple) else [value])
     for one in parts:
         if one is not None and not isinstance(one, str) and not callable(one):
-            raise TypeError(f"loss must be a loss of Keras's, or a list or dict of them: {one!r}")
+            raise TypeError(f"loss must be a Keras loss, or a list or dict of them: {one!r}")
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -56,24 +56,26 @@ def _checkpoint(value: Any) -> Any:
 def _compression(value: Any) -> Any:
     """One of `Compression`: Keras hands over gradients one by one, so that a compressor of whole steps has no place."""
     if not all(callable(getattr(value, name, None)) for name in ("compress", "decompress")):
-        raise TypeError(f"gradient_compression must be of farandole.keras.Compression, such as fp16: {value!r}")
+        raise TypeError(
+            f"gradient_compression must be a member of farandole.keras.Compression, such as fp16: {value!r}"
+        )
     return value
 
 
 class KerasParams(EstimatorParams):
     """Parameters of estimators for Keras."""
 
-    gradient_compression = declare("gradient_compression", "compression of gradients on the wire", _compression)
+    gradient_compression = declare("gradient_compression", "compression of gradients between processes", _compression)
 
-    loss = declare("loss", "a loss of Keras's, or a list or dict of one per output", _loss)
-    metrics = declare("metrics", "metrics of Keras's, as compile takes them", _metrics)
+    loss = declare("loss", "a Keras loss, or a list or dict with one per output", _loss)
+    metrics = declare("metrics", "Keras metrics, as compile takes them", _metrics)
     custom_objects = declare(
         "custom_objects", "classes and functions by name; those in use are found without it, too", _objects
     )
     checkpoint_callback = declare(
-        "checkpoint_callback", "decides which epoch's model fit returns; the last one's when unset", _checkpoint
+        "checkpoint_callback", "decides which epoch's model fit returns; by default that of the last epoch", _checkpoint
     )
-    data_module = declare("data_module", "a class that reads the data in place of the native reader", check.anything)
+    data_module = declare("data_module", "a class that reads the data instead of the native reader", check.anything)
     backend_env = declare("backend_env", "variables to set in training processes", _environment)
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")

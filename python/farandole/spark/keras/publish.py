@@ -227,12 +227,12 @@ class Publisher(keras.callbacks.Callback):
         return self.last
 
     def note(self) -> dict[str, Any]:
-        """What a checkpoint says of the epochs so far."""
+        """The history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
         return {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
 
     def result(self) -> bytes:
-        """What `fit` returns: the model that the user's callback kept, else the last."""
+        """The model that `fit` returns: the one that the user's callback kept, else the last."""
         if self.kept is not None and self.kept.path.exists():
             return self.kept.path.read_bytes()
         return self.checkpoint()

@@ -61,7 +61,7 @@ class Rate:
         """Takes the rate from one number of processes to another.
 
         Args:
-            before: the number that the optimizer's rate is multiplied by; a schedule's factor is set anew.
+            before: the number that the optimizer's rate is multiplied by; a schedule's factor is set again.
             size: the number of processes now.
         """
         self._size = size

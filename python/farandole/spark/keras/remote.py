@@ -108,7 +108,7 @@ def _chosen(count: int) -> int | None:
     ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])
     if ranks not in (0, basics.size()):
         raise RuntimeError(
-            f"ranks do not all have a GPU: {ranks} of {basics.size()} have; set use_gpu=False to train on CPUs"
+            f"only some ranks have a GPU: {ranks} of {basics.size()}; set use_gpu=False to train on CPUs"
         )
     choice = task.device(count if ranks else 0, basics.local_rank(), basics.local_size())
     return None if choice is None else choice.index

@@ -188,7 +188,8 @@ class Trainer:
                     payload.load_state(model, found)
                 except (ValueError, KeyError) as error:
                     raise ValueError(
-                        f"the checkpoint of run {self.job.run_id!r} is of another model or optimizer: choose another "
+                        f"the checkpoint of run {self.job.run_id!r} belongs to another model or "
+                        "optimizer: choose another "
                         f"run_id, or delete {store.run_path}: {error}"
                     ) from error
                 self.note = payload.note_of(found)

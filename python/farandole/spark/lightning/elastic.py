@@ -28,7 +28,7 @@ class Reached:
     Attributes:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
         history: entries of complete epochs.
-        place: in the data of the epoch under way.
+        place: in the data of the epoch in progress.
         total: sum of its losses over rows.
         best: the best weights so far, where those are kept.
     """
@@ -74,7 +74,7 @@ class RunState(LightningState):
             )
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Not where nobody could go on in the middle of an epoch."""
+        """Not where nobody could continue in the middle of an epoch."""
         return self._loader is not None and super().is_due(trainer, batches)
 
     def has_ended(self, trainer: Any) -> None:

@@ -283,7 +283,7 @@ class LightningEstimator(
                 raise ValueError("metrics are for plain modules: a LightningModule logs its own")
         for one in self.getCallbacks():
             if not hasattr(one, "on_fit_start"):
-                raise TypeError(f"a callback must be one of Lightning's: {one!r}")
+                raise TypeError(f"a callback must be a Lightning callback: {one!r}")
         compression_hook(self.getGradientCompression())
 
     def _check_plain(self) -> None:

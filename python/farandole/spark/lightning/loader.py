@@ -29,7 +29,7 @@ class Loader:
         job: says what columns become.
         steps: of one epoch; `None` takes one pass.
         epoch: the first.
-        place: where the first goes on.
+        place: where the first continues.
     """
 
     def __init__(self, source: Batched, job: Job, steps: int | None, epoch: int, place: Place | None = None) -> None:
@@ -42,14 +42,14 @@ class Loader:
         self.checked = False
 
     def __len__(self) -> int:
-        """Steps that are left of the next epoch, or of the one under way were it to begin again."""
+        """Steps that are left of the next epoch, or of the one in progress were it to begin again."""
         return self._until_end() - self._place.steps
 
     def place_after(self, epoch: int, steps: int) -> Place:
         """How far all processes have come.
 
         Args:
-            epoch: that is under way.
+            epoch: that is in progress.
             steps: of it that this loader has given.
         """
         return self._source.place_after(epoch, self._place.steps + steps)

@@ -30,7 +30,7 @@ def _queue(name: str) -> Any:
 
 
 class LightningParams(TorchParams):
-    """What `TorchEstimator` of Lightning takes besides."""
+    """Additional parameters of the Lightning estimator."""
 
     num_gpus = declare("num_gpus", "GPUs per process: 0 or 1", check.at_least("num_gpus", 0))
     logger = declare("logger", "Lightning's logger, or a list of them", check.anything)
@@ -41,7 +41,7 @@ class LightningParams(TorchParams):
         "loader_num_epochs", "not used: an epoch is one pass", check.at_least("loader_num_epochs", 1)
     )
     profiler = declare("profiler", "Lightning's profiler", check.anything)
-    trainer_args = declare("trainer_args", "arguments of Lightning's Trainer that win over all others", _arguments)
+    trainer_args = declare("trainer_args", "arguments of Lightning's Trainer, which override all others", _arguments)
     debug_data_loader = declare("debug_data_loader", "not used", check.flag("debug_data_loader"))
     train_async_data_loader_queue_size = declare(
         "train_async_data_loader_queue_size",

@@ -170,7 +170,9 @@ def compression_hook(compression: Any) -> dict[str, Any]:
         return {"ddp_comm_hook": hooks.bf16_hook}
     if isinstance(compression, Compressor):
         return {"ddp_comm_state": hooks.CompressorState(compression), "ddp_comm_hook": hooks.compressor_hook}
-    raise TypeError(f"gradient_compression must be of farandole.torch.Compression or a compressor: {compression!r}")
+    raise TypeError(
+        f"gradient_compression must be a member of farandole.torch.Compression or a compressor: {compression!r}"
+    )
 
 
 def _redirect(logger: Any, directory: Path) -> None:
@@ -195,7 +197,7 @@ def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
-            f"the checkpoint of run {job.base.run_id!r} holds more than tensors and plain values: loading it runs "
+            f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain values: loading it runs "
             f"code. If you trust {job.base.store.run_path}, set {VARIABLE}=1, else choose another run_id: {error}"
         ) from error
 

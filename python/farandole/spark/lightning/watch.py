@@ -41,7 +41,7 @@ class Watch:
         history: of epochs before.
         rank: of this process.
         size: processes.
-        begun: rows of the epoch under way that were counted in other worlds, and the sum of their losses.
+        begun: rows of the epoch in progress that were counted in other worlds, and the sum of their losses.
         moves: whether another process may become rank 0: then all keep the best.
     """
 

@@ -26,7 +26,7 @@ def main(
     *,
     open_to_the_network: bool = False,
 ) -> None:
-    """What the driver does.
+    """The work of the driver.
 
     Args:
         output_filename: Where trainers will look.

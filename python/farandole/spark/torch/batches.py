@@ -131,7 +131,7 @@ class Batches:
 
 
 def told_classes(name: str, value: float, classes: int) -> str:
-    """What to say of a label that its output has no class for.
+    """The message about a label for which the output has no class.
 
     Args:
         name: of the column.

@@ -21,7 +21,7 @@ _MOMENTS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", 
 
 @dataclass
 class TrainingState:
-    """What callbacks see of a run, and can change.
+    """The state of a run that callbacks can read and change.
 
     Attributes:
         model: the module, on its device.

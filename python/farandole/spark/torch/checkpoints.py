@@ -75,15 +75,16 @@ class Checkpoints:
             state = payload.unpack_state(found)
         except pickle.UnpicklingError as error:
             raise PickleNotAllowedError(
-                f"the checkpoint of run {self._job.run_id!r} holds more than tensors and plain values, which no run of "
-                f"this estimator writes; it is not loaded: {self._store.run_path}: {error}"
+                f"the checkpoint of run {self._job.run_id!r} contains more than tensors and plain "
+                "values, which no run of "
+                f"this estimator writes, so it is not loaded: {self._store.run_path}: {error}"
             ) from error
         try:
             model.load_state_dict(state.pop("model"))
             optimizer.load_state_dict(state.pop("optimizer"))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"the checkpoint of run {self._job.run_id!r} is of another model or optimizer: choose another "
+                f"the checkpoint of run {self._job.run_id!r} belongs to another model or optimizer: choose another "
                 f"run_id, or delete {self._store.run_path}: {error}"
             ) from error
         return state
@@ -117,7 +118,7 @@ class Checkpoints:
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
 
     def result(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> Trained | None:
-        """What rank 0 brings back: the last state, or the best one where that was asked for.
+        """The result of rank 0: the last state, or the best one if requested.
 
         Args:
             state: makes a checkpoint.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How far a run has come, and how it goes on from there in another world of an elastic job.
+"""The progress of a run, and how it continues in another world of an elastic job.
 
-A world that fails leaves the processes that are left at the last commit: model, optimizer, schedule, place in the data
-and sums of the epoch are all of one step, so each row of an epoch counts once. New processes get all of it from rank 0.
+After a world fails, the remaining processes go back to the last commit: model, optimizer, schedule, position in the
+data and sums of the epoch belong to one step, so each row of an epoch counts once. New processes get them from rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reached:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
         first_epoch: with which this job began.
         history: entries of complete epochs.
-        place: in the data of the epoch under way.
+        place: in the data of the epoch in progress.
         totals: sums of its scores; `None` before its first step.
         scores: those of its training, once that is over.
         seconds: that it has taken.

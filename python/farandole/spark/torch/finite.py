@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Looks at the loss of every step without making the GPU wait."""
+"""Checks the loss of every step without making the GPU wait."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Input:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
 
 
@@ -111,7 +111,7 @@ class Job:
     loss_weights: tuple[float, ...]
 
     def paths(self) -> dict[str, str]:
-        """Where the run's files are: those that it has."""
+        """The paths of the run's files, if it has files."""
         return paths_of(self.store, self.data)
 
 
@@ -135,7 +135,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Trained:
-    """What rank 0 brings back."""
+    """The result of rank 0."""
 
     checkpoint: bytes
     history: list[dict[str, Any]]

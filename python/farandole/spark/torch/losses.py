@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How labels are cast for a loss, and how a loss counts rows.
+"""Casts labels for a loss, and weighs rows in a loss.
 
-A label column becomes `int64` when its loss takes class indices and the column has one element per row (whatever its
-type: a Spark ML indexer makes doubles), `float32` when its loss is another one of torch's, and for a loss of one's own
-`int64` when the column is of integers, else `float32`.
+A label column becomes `int64` if its loss takes class indices and the column has one element per row (of any type: a
+Spark ML indexer returns doubles), and `float32` if its loss is another torch loss. For the user's own loss it becomes
+`int64` if the column contains integers, else `float32`.
 
-Every row of a step counts alike, whichever process holds it: padding counts nothing, and a process with fewer rows
-weighs less, so that two processes with a batch of 32 step like one with 64.
+All rows of a step have the same weight, whichever process holds them. Padding has weight 0, and a process with fewer
+rows weighs less, so two processes with a batch of 32 step like one process with a batch of 64.
 """
 
 from __future__ import annotations

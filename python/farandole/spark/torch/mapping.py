@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver finds out before workers start: how columns become tensors, and whether all of it fits together."""
+"""Checks of the driver before workers start: the mapping from columns to tensors, and whether model and loss fit it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def transformed_columns(
     columns = {name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:])) for name in tensors}
     lacking = [name for name in names if name not in columns]
     if lacking:
-        raise ValueError(f"transformation_fn leaves no column of these names: {', '.join(lacking)}")
+        raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")
     return columns, tensors
 
 
@@ -70,7 +70,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if strange:
-        raise ValueError(f"the optimizer holds parameters that are not the model's: {strange}")
+        raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
@@ -84,13 +84,13 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         ValueError: it is of another.
     """
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("lr_scheduler was made with another optimizer than the one given")
+        raise ValueError("lr_scheduler was created with another optimizer")
 
 
 def labels_of(
     names: Sequence[str], columns: dict[str, Column], losses: Sequence[Any], shapes: Sequence[Sequence[int]] | None
 ) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
-    """What becomes of each label column: column, type, shape, whether it holds indices of classes.
+    """The mapping of each label column: column, type, shape, whether it contains indices of classes.
 
     Args:
         names: of the columns.
@@ -187,7 +187,7 @@ def _array(tensor: torch.Tensor) -> Any:
 def outputs_of_model(
     inputs: Sequence[Input], labels: Sequence[Label], model: torch.nn.Module, rows: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What a model makes of some rows.
+    """A model's outputs for some rows.
 
     Args:
         inputs: its arguments.

@@ -83,8 +83,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     input_shapes = declare("input_shapes", "shape of each feature's tensor", check.shapes("input_shapes"))
     optimizer = declare("optimizer", "the optimizer after the last step", check.anything)
     input_dtypes = declare("input_dtypes", "type of each input's tensor", check.listed("input_dtypes"))
-    loss = declare("loss", "as the model was trained with", check.anything)
-    loss_constructors = declare("loss_constructors", "as the model was trained with", check.anything)
+    loss = declare("loss", "that with which the model was trained", check.anything)
+    loss_constructors = declare("loss_constructors", "that with which the model was trained", check.anything)
     use_gpu = declare("use_gpu", "whether to predict on a GPU", check.flag("use_gpu"))
     outputs = declare("outputs", "size and label type of each output", outputs_param)
 

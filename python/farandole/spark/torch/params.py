@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters that PyTorch's estimator has besides those of all estimators."""
+"""The parameters of the PyTorch estimator that other estimators do not have."""
 
 # ruff: noqa: N815 - names are Spark ML's
 
@@ -35,36 +35,38 @@ def _scheduler(value: Any) -> Any:
 
 
 class TorchParams(EstimatorParams):
-    """What `TorchEstimator` takes besides."""
+    """Additional parameters of the PyTorch estimator."""
 
     input_shapes = declare("input_shapes", "shape of each input's tensor", check.shapes("input_shapes"))
-    input_dtypes = declare("input_dtypes", "type of each input's tensor; float32 when unset", _dtypes)
+    input_dtypes = declare("input_dtypes", "type of each input's tensor; float32 by default", _dtypes)
     loss_constructors = declare(
-        "loss_constructors", "functions that make the losses, called in the training processes",
+        "loss_constructors", "functions that create the losses in the training processes",
         check.callables("loss_constructors"),
     )  # fmt: skip
     train_minibatch_fn = declare(
         "train_minibatch_fn", "trains on one batch, instead of the built-in way", check.function("train_minibatch_fn")
     )
-    data_module = declare("data_module", "class that gives batches, instead of the native reader", check.anything)
-    precision = declare("precision", "fp32, bf16 or fp16: what the model computes in", _precision)
+    data_module = declare("data_module", "class that returns batches, instead of the native reader", check.anything)
+    precision = declare("precision", "precision of the model's computation: fp32, bf16 or fp16", _precision)
     gradient_clip_norm = declare(
-        "gradient_clip_norm", "most norm of all gradients together", positive("gradient_clip_norm")
+        "gradient_clip_norm", "largest norm of all gradients together", positive("gradient_clip_norm")
     )
     lr_scheduler = declare("lr_scheduler", "scheduler of learning rates over the optimizer", _scheduler)
     lr_scheduler_interval = declare(
-        "lr_scheduler_interval", "when the scheduler takes its step",
+        "lr_scheduler_interval", "interval of the scheduler's steps: epoch or step",
         check.choice("lr_scheduler_interval", "epoch", "step"),
     )  # fmt: skip
     early_stopping = declare(
-        "early_stopping", "when a run that becomes no better ends", check.named("early_stopping", EarlyStopping.of)
+        "early_stopping",
+        "when a run without improvement ends",
+        check.named("early_stopping", EarlyStopping.of),
     )
     best_checkpoint = declare(
-        "best_checkpoint", "number by which the best epoch is kept and returned",
+        "best_checkpoint", "metric that selects the epoch whose model is kept and returned",
         check.named("best_checkpoint", Monitor.of),
     )  # fmt: skip
     checkpoint_every = declare(
-        "checkpoint_every", "epochs from one checkpoint that stays to the next", check.at_least("checkpoint_every", 1)
+        "checkpoint_every", "interval in epochs at which a checkpoint is kept", check.at_least("checkpoint_every", 1)
     )
     compile = declare("compile", "whether torch.compile compiles the model", check.flag("compile"))
     deterministic = declare(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of a torch model and its optimizer decides the result of a run."""
+"""The parts of a torch model and its optimizer that decide the result of a run."""
 
 from __future__ import annotations
 

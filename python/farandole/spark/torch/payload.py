@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models and optimizers as bytes.
 
-`pack` is a pickle: code, to be loaded only where the job's own links brought it. `pack_state` holds tensors and plain
-values alone, and is loaded without running anything.
+`pack` returns a pickle, which contains code: load it only if it came through the job's own links. `pack_state` contains
+only tensors and plain values, and loading it runs no code.
 """
 
 from __future__ import annotations

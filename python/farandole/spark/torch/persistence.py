@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of PyTorch's estimators and models is saved, and in which form.
+"""The saved parts of PyTorch estimators and models.
 
-A model has the parts "state" and "objects". "state" holds the weights as safetensors (as torch's zip of plain tensors
-where they are of types that safetensors has not) and is loaded without running anything. "objects" is a pickle of
-module, optimizer and loss in which every weight is a reference into "state"; loading it runs code.
+A model has the parts "state" and "objects". "state" contains the weights as safetensors (or as a zip of torch, if
+safetensors does not have their type), and loading it runs no code. "objects" is a pickle of module, optimizer and loss,
+in which every weight is a reference into "state"; loading it runs code.
 
-An estimator has the part "objects" alone: a pickle of its model, optimizer, functions and the like.
+An estimator has only the part "objects": a pickle of its model, optimizer, functions and other objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ZIP = b"PK"
 
 
 class _Pickler(pickling.Pickler):
-    """Pickles objects with references in place of the weights of one module."""
+    """Pickles objects with references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)

@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Predictions in Spark's Python workers, one Arrow batch at a time.
 
-The model travels with the tasks' function, which classic Spark broadcasts where it is large, once per executor; a
-Connect client sends a large one ahead. A worker keeps it by its content: the tasks that it runs one after the other
-share it.
+The model is sent with the function of the tasks. If it is large, classic Spark broadcasts it once per executor, and a
+Connect client sends it before the plan. A worker keeps it by its content, so that its later tasks use it again.
 """
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows

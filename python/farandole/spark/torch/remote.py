@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The training loop, as it runs in every process of a job.
 
-The learning rate is multiplied by the number of processes, on a fresh and on a resumed run alike: checkpoints hold
-the rate of one process. A run whose checkpoint exists goes on after the last complete epoch, up to `epochs` of them
-all together, so that a repeated run costs only what was lost.
+The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints contain the rate of
+one process. If a run has a checkpoint, it continues after the last complete epoch, up to `epochs` in total, so a
+repeated run repeats only the lost steps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Means of loss and metrics over rows, whichever process holds them.
+"""Means of loss and metrics over the rows of all processes.
 
-A metric is called with the output and the label of one batch and its value counts once per row, so that a short last
-batch, or a process with fewer rows, weighs what it holds. Sums stay on the device until somebody asks. A metric of
-torchmetrics gathers what it needs by itself; its states of all processes are put together at the end of the pass.
+A metric is called with the output and the label of one batch. Its value is weighted by the number of rows, so a short
+last batch, or a process with fewer rows, weighs less. Sums stay on the device until they are read. A torchmetrics
+metric keeps its own state; the states of all processes are combined at the end of the pass.
 
-In an elastic job the sums go on when the world changes. The states of torchmetrics begin anew: they are of the rows
+In an elastic job, the sums continue when the world changes. The states of torchmetrics start again and cover the rows
 since then.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a training process sets up before its loop: seeds, threads, its device, where its batches come from."""
+"""The setup of a training process before its loop: seeds, threads, device, source of batches."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def agree_on_device(device: torch.device) -> None:
     has_gpu = int(device.type == "cuda")
     ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
     if ranks not in (0, hvd.size()):
-        raise RuntimeError(
-            f"ranks do not all have a GPU: {ranks} of {hvd.size()} have; set use_gpu=False to train on CPUs"
-        )
+        raise RuntimeError(f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on CPUs")
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
@@ -92,7 +90,7 @@ def sources(
         data_module: class of the user's; `None` is the native reader.
         rank: of this process.
         size: processes.
-        moves: whether an epoch may go on with another number of processes.
+        moves: whether an epoch may continue with another number of processes.
     """
     data = job.data
     if data_module is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Batches as tensors: of the native reader, or of a data module of the user's."""
+"""Batches as tensors, from the native reader or from the user's data module."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModuleSource:
         return Place(steps)
 
     def epoch(self, _number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch: an infinite loader goes on where it was, a finite one starts again.
+        """The batches of an epoch: an infinite loader continues where it was, a finite one starts again.
 
         Args:
             steps: how many batches.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How a backward pass becomes an optimizer's step: precision, clipping, learning rates."""
+"""From a backward pass to an optimizer step: precision, clipping, learning rates."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Stepper:
                 self.scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this besides the optimizer."""
+        """The state for a checkpoint besides the optimizer."""
         state: dict[str, Any] = {}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
@@ -148,7 +148,7 @@ class Stepper:
         self._size = size
 
     def kept(self) -> dict[str, Any]:
-        """What `go_on` goes back to."""
+        """The state to which `go_on` returns."""
         return copy.deepcopy(self.state()) | {"size": self._size}
 
     @contextlib.contextmanager

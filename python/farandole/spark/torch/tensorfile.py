@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors as bytes in the format of safetensors, which holds no code.
+"""Tensors as bytes in the format of safetensors, which contains no code.
 
 Eight bytes (little endian) give the length of a JSON header; the header gives type, shape and place of each tensor in
 the bytes after it.

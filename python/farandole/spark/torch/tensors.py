@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How columns become tensors, in training and in transform alike.
+"""Converts columns to tensors, in training and in `transform`.
 
 One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or list column of `n`
 elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says otherwise, one shape per input, with -1 for
@@ -57,7 +57,7 @@ def inputs_of(
         shape = (size,) if shapes is None else row_shape(shapes[index], size)
         lists = [name for name in group if name in ragged]
         if lists and len(group) > 1:
-            raise ValueError(f"a ragged column is an input by itself: {lists[0]!r}")
+            raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
         indices = all(name in categories or (name in lists and "int" in columns[name].dtype) for name in group)
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
         made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists)))
@@ -67,8 +67,8 @@ def inputs_of(
 def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Values of a batch as a type on a device.
 
-    Where that is a GPU, they are copied to page-locked memory first: it goes on with its work and fetches them when it
-    is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
+    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and fetches them when
+    it is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
 
     Args:
         values: in host memory, which may be changed afterwards.
@@ -120,9 +120,7 @@ def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> 
         strange = ~(values.abs() <= limit) | values.isinf()
         count = int(strange.reshape(rows, -1).any(dim=1).sum())
         what = "NaN" if bool(values.isnan().any()) else f"infinite values, or values too large for {one.dtype},"
-        raise ValueError(
-            f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan takes them as they are)"
-        )
+        raise ValueError(f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan=True accepts them)")
 
 
 def label_tensor(
@@ -149,7 +147,7 @@ def label_tensor(
             what = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
             raise ValueError(f"label column {name!r} has values that are {what}: {strange} of {count} rows")
         if one.dtype == "int64" and bool((values != values.round()).any()):
-            raise ValueError(f"label column {name!r} holds fractions, its loss takes indices of classes")
+            raise ValueError(f"label column {name!r} contains fractions, but its loss takes indices of classes")
     return sent(values, getattr(torch, one.dtype), device)
 
 
@@ -172,7 +170,7 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
 
 
 def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
-    """What to say when a model does not take its inputs.
+    """The message about a model that does not accept its inputs.
 
     Args:
         names: of the inputs.

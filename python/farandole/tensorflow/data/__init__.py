@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Input pipelines of tf.data on processes of their own; see `compute_service`."""
+"""Input pipelines of tf.data in separate processes; see `compute_service`."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where dispatchers, workers and trainers of tf.data find each other: a small server, and its client.
+"""The meeting point of dispatchers, workers and trainers of tf.data: a small server, and its client.
 
 A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA256 under the service's key:
 
@@ -8,9 +8,10 @@ A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA
     client: length, 32 random bytes, HMAC("request" | both random parts | JSON), JSON
     server: length, HMAC("answer" | HMAC of the request | JSON), JSON
 
-So each side proves the key, and nobody on the way can change what is said. It can be read: it holds addresses alone.
-Nothing that comes in is unpickled. The server answers when what is asked for has happened, or says that it has not in
-time. A client that does not prove the key in time is put out, and is the first to go when all places are taken.
+So each side proves that it has the key, and nobody on the path can change a message. Messages are not encrypted,
+because they contain only addresses. Received data is never unpickled. The server answers when the requested event has
+happened, or after a timeout. A client that does not prove the key in time is disconnected, and it is the first to be
+disconnected if all places are taken.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class MeetingServer:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where it listens."""
+        """The address on which it listens."""
         port = int(self._listener.getsockname()[1])
         return [(host, port) for host in ([self._address] if self._address else addresses_of_this_host())]
 

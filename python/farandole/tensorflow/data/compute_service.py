@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""tf.data's service for a training job: processes of their own prepare batches, trainers fetch them.
+"""tf.data's service for a training job: separate processes prepare batches, and trainers fetch them.
 
 Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
-who reaches their ports runs graphs there, which read and write files. TensorFlow has no setting against that. So
-nothing of it starts unless `open_to_the_network=True` says that nobody else reaches them: on the command line
-`--open-to-the-network`, for code that cannot be changed the variable `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
-The meeting point, by which processes find each other, asks for a key.
+who reaches their ports can run graphs there, which read and write files. TensorFlow has no setting against that. So the
+service starts only with `open_to_the_network=True`, which confirms that nobody else can reach the ports. On the command
+line this is `--open-to-the-network`, and for code that cannot be changed `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
+
+The meeting point, at which processes find each other, requires a key.
 
 Example:
     # on hosts with CPUs to spare, in a network in which nobody else reaches them:
@@ -50,7 +51,7 @@ _WORDS = {"1": True, "true": True, "on": True, "": False, "0": False, "false": F
 
 
 def require_consent(given: bool) -> None:
-    """Refuses to go on without consent to open ports, by the caller or the environment.
+    """Refuses to continue without consent to open ports, by the caller or the environment.
 
     Args:
         given: whether the caller has consented.
@@ -72,7 +73,7 @@ def require_consent(given: bool) -> None:
 
 @dataclasses.dataclass
 class TfDataServiceConfig:
-    """What trainers and workers need to find each other.
+    """The data with which trainers and workers find each other.
 
     Args:
         dispatchers: How many there are; each hands out the work to workers of its own.
@@ -110,7 +111,7 @@ class TfDataServiceConfig:
         require_consent(self.open_to_the_network)
 
     def compute_client(self, verbose: int = 1) -> MeetingClient:
-        """What asks the service.
+        """A client of the service.
 
         Args:
             verbose: Accepted for compatibility with Horovod.

@@ -4,10 +4,10 @@
 
     farandole run -np 4 python -m farandole.tensorflow.data.compute_worker --open-to-the-network service.json
 
-Read what `compute_service` says of the danger first.
+First read the warning in `compute_service`.
 
-Rank 0 writes the file, by which trainers find the service, and removes it at the end. All end when a trainer calls
-`TfDataServiceConfig.compute_client().shutdown()`.
+Rank 0 writes the file through which trainers find the service, and removes it at the end. All processes end when a
+trainer calls `TfDataServiceConfig.compute_client().shutdown()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farandole.tensorflow.data.compute_service import SIDES, compute_worker_fn, 
 def main(
     dispatchers: int, dispatcher_side: str, configfile: str, timeout: float, *, open_to_the_network: bool = False
 ) -> None:
-    """What every rank does.
+    """The work of every rank.
 
     Args:
         dispatchers: Number of dispatchers, which must divide the number of ranks.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Data-parallel Keras on TensorFlow; `farandole.keras` is for every backend of Keras.
+"""Data-parallel Keras on TensorFlow; `farandole.keras` is for all Keras backends.
 
 Example:
     import farandole.tensorflow.keras as hvd

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a compressor is: how gradients are made smaller, reduced in that form, and restored."""
+"""The interface of compressors: they make gradients smaller, reduce them in that form, and restore them."""
 
 from __future__ import annotations
 

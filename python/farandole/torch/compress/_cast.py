@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""16-bit floats on the wire, summed in float32 by the engine."""
+"""Compression to 16-bit floats, which the engine sums in float32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How compressors reach the other ranks: by Farandole's engine, or by a group of torch.distributed."""
+"""The communication of compressors: by Farandole's engine, or by a group of torch.distributed."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class PowerSGD(Compressor):
             last = _orthogonalise(last)
             if last.any(0).all():
                 return last
-        # A column that has become zero would stay so: begin anew. The same on all ranks: seeded by the name and the
+        # A column that has become zero would stay so: begin again. The same on all ranks: seeded by the name and the
         # step, not by the process's generator.
         step = self._steps[name] = self._steps.get(name, 0) + 1
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{step}".encode()))

@@ -4,13 +4,12 @@
 
 Importing this module registers the backend `"farandole"`. Its world is the one this process was launched into, so
 `init_process_group` needs only the backend's name under `farandole run` and in Spark jobs, which set the
-environment that `env://` reads. A process nobody launched, or who wants no environment, says
+environment that `env://` reads. A process that was started in another way, or that does not use the environment, passes
 `init_method="farandole://"`.
 
-Tensors on the host are used where they lie, tensors on a GPU go through host memory. All collectives of
-`torch.distributed` are there. Point-to-point operations are not: use `all_to_all_single`. Every process calls
-`new_group`, as torch asks for anyway; `use_local_synchronization=True` is refused. Groups end with the session, not
-with `destroy_process_group`.
+Tensors on the host are used in place, tensors on a GPU go through host memory. All collectives of `torch.distributed`
+exist. Point-to-point operations do not: use `all_to_all_single`. Every process calls `new_group`, as torch requires
+anyway; `use_local_synchronization=True` is refused. Groups end with the session, not with `destroy_process_group`.
 
 With `enable_reconfigure=True` (torch 2.15) a group has no members before `torch.distributed._reconfigure`, which
 changes them as often as it is called. See `docs/user-guide/elastic.md`.

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The backend: collectives of torch.distributed as operations of the engine.
 
-Operations are named by their number in the group, since ranks start the operations of a group in one order. Ranks that
-do not are told by the engine what each of them submitted.
+Operations are named by their number in the group, because ranks start the operations of a group in one order. If they
+do not, the engine raises an error that shows what each rank submitted.
 """
 
 from __future__ import annotations

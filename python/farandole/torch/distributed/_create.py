@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What torch calls for each new group."""
+"""The function that torch calls for each new group."""
 
 from __future__ import annotations
 

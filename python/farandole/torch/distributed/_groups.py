@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Process sets under the groups of torch.distributed.
 
-torch tells a process nothing of a group it is no member of, while the engine registers a set with all ranks. So all
-ranks first tell each other whose turn it is, members and others alike: `create` calls `agree` in members, torch calls
-`perform_nocolor_split` in others.
+torch does not inform a process about groups of which it is not a member, but the engine registers a set with all ranks.
+So all ranks first agree on the next set, members and others: `create` calls `agree` in members, and torch calls
+`perform_nocolor_split` in the others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Groups whose members change: `init_process_group("farandole", enable_reconfigure=True)`, since torch 2.15.
 
-torch leaves it to the program to find out who is there. The members exchange handles and agree on a number that was
-not used before. Each then calls `reconfigure` with the number and all handles, and forms a new world with the others:
+The program must find the members. They exchange handles and agree on a number that was not used before. Each then calls
+`reconfigure` with the number and all handles, and forms a new world with the others:
 
     member 0    claims the number, holds a registrar ── ticket, by the group's store ──┐
     the others  wait for the ticket ◀──────────────────────────────────────────────────┘
@@ -53,7 +53,7 @@ _SLICE: Final = 1.0
 
 @dataclass(frozen=True)
 class Handle:
-    """What the members of the next world know of each other.
+    """The data about each other that the members of the next world have.
 
     Attributes:
         uuid: Number of the world that the process is in; -1 before its first one.
@@ -182,7 +182,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return _Done()
 
     def abort(self) -> None:
-        """Leaves the world, which fails operations under way; `reconfigure` forms the next one."""
+        """Leaves the world, which fails operations in progress; `reconfigure` forms the next one."""
         self._linked = False
         super().abort()
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`init_method="farandole://"`: rank and size of this process's world, and a store at its registrar.
 
-In processes that Farandole has started, `env://`, torch's default, comes to the same. Torch's own way opens a port
+In processes that Farandole has started, torch's default `env://` does the same. Torch's own implementation opens a port
 on all addresses of rank 0's host, without a password.
 """
 

@@ -2,14 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A store of torch.distributed at the job's registrar.
 
-Torch's own `TCPStore` listens on all addresses and asks for no password. This one opens no port: it asks the registrar,
-over the connection that every rank has, with TLS and the job's token, and so obeys every setting of that.
+Torch's own `TCPStore` listens on all addresses and has no password. This store opens no port. It uses the connection of
+each rank to the registrar, with TLS and the job's token, and follows all settings of that connection.
 
-The registrar keeps what was first said under a key. So every change of a key is an entry of its own, `<key>/<number>`,
-which one rank alone can make:
+The registrar keeps the first value of a key. So every change of a key is a separate entry, `<key>/<number>`, which only
+one rank can create:
 
-    set, add, compare_set, delete    claim the next number; where another rank was first, look at its entry, try again
-    get, wait                        wait for entry 0, then go on to the last one
+    set, add, compare_set, delete    claim the next number; if another rank was first, read its entry and try again
+    get, wait                        wait for entry 0, then read on to the last one
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors as this backend hands them to the engine, and results on their way back."""
+"""Converts tensors of this backend for the engine, and results back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Operations under way, as torch.distributed sees them."""
+"""Operations in progress, as torch.distributed sees them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer)
 
 
 class FarandoleWork(Work):
-    """What a collective returns.
+    """The result of a collective.
 
     torch forwards `wait` and `get_future` to works made in Python, and nothing else: its `is_completed` says no until
     the end of days. Who polls asks `get_future().done()`.
@@ -131,7 +131,7 @@ class FarandoleWork(Work):
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
             ValueError: When ranks disagree about the operation.
-            TimeoutError: When it took longer than `timeout`; it stays under way.
+            TimeoutError: When it took longer than `timeout`; it stays in progress.
         """
         if timeout > _NO_LIMIT:
             over = threading.Event()

@@ -42,7 +42,7 @@ class Later:
         self._optimizers = optimizers
 
     def begin(self) -> None:
-        """Finds out which tensors only the optimizers change; no copies are under way."""
+        """Finds out which tensors only the optimizers change; no copies are in progress."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         states = [entry for one in self._optimizers for state in one.state.values() for entry in state.values()]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A sampler that goes on in the middle of an epoch, whatever the size of the world has become."""
+"""A sampler that continues in the middle of an epoch with any size of the world."""
 
 from __future__ import annotations
 

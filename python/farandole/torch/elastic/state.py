@@ -232,7 +232,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def _settle(self) -> None:
-        """Waits for copies under way."""
+        """Waits for copies in progress."""
         if self._later is not None:
             self._later.wait()
 

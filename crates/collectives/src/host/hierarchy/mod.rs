@@ -6,7 +6,7 @@
 //! Elements are cut in chunks. In every host a chunk is carried by one member, in turns: the others post it their
 //! inputs, and it joins them with its own to the host's partial. The `H` carriers of a chunk are a pipeline of their
 //! own: each owns one part of the chunk, receives that part's partials, makes the result, and sends it to the others.
-//! Then each hands the whole chunk out in its host. 4 steps, all under way at the same time for different chunks. With `L`
+//! Then each hands the whole chunk out in its host. 4 steps, all in progress at the same time for different chunks. With `L`
 //! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
 //! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
 //!

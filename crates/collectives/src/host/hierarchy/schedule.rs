@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What goes over which link in which order: the same on every member.
+//! The schedule of an allreduce: what each link carries in which order. It is the same on every member.
 
 use std::ops::Range;
 
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_message_is_found_without_a_look_at_those_between() {
+    fn the_next_message_is_found_without_scanning_the_others() {
         for numbers in WORLDS {
             let hosts = Hosts::new(numbers, 0);
             for (bytes, expansion) in [(1, 1), (65, 2), (100_003, 1), (1 << 20, 2), ((3 << 20) + 70, 1)] {

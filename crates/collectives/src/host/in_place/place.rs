@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where a member's tensors lie, as it tells the others, and the others' memory as this member has it mapped.
+//! The places of a member's tensors, which it sends to the others, and the mapped memory of the others.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -14,7 +14,7 @@
 //! order, a carrier joins in that order, and on a link between hosts lies one partial. Let `d` be the first member whose
 //! part is not done. Every carrier has consumed all that lies before `d`'s inputs on its links, so these arrive, and it
 //! joins them for as long as `d` takes the partials. `d` has its own host's partial as far as its store has room, which it
-//! has whenever everything joined was reduced; all others arrive on links where they are alone. So `d` can go on.
+//! has whenever everything joined was reduced; all others arrive on links where they are alone. So `d` can continue.
 
 use std::collections::VecDeque;
 use std::ops::Range;

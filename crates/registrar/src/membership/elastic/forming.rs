@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! When a world is formed, of whom, and when the job is over.
+//! Decides when a world is formed, which workers are in it, and when the job is done.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};

@@ -14,7 +14,7 @@
 //! then nobody waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next world.
 //!
 //! - `EL-1`: a world has `least` to `most` members, each ready, each once; only a world whose function has returned on
-//!   some rank may go on with fewer.
+//!   some rank may continue with fewer.
 //! - `EL-2`: the next world is formed when every member of the broken one is ready again, done, or gone.
 //! - `EL-3`: rank 0 is a member of the world before, where one of them is left; members keep their ranks where they can.
 //! - `EL-4`: the job finishes when the function has returned on every rank of the present world, and only then.

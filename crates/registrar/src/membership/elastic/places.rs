@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which workers are started, and which have to go, by the slots there are.
+//! Decides which workers are started and which must leave, from the number of slots.
 
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who gets which rank in a world that follows another.
+//! Assigns ranks in a world that follows another.
 
 use farandole_world::{HostHash, TaskId};
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The machine's steps, as a journal has them, and how it goes on when the registrar starts again.
+//! The steps of the state machine in the journal, and their replay when the registrar starts again.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -30,7 +30,7 @@ pub(super) struct Present {
     ranks: BTreeMap<TaskId, Rank>,
     /// The same with their hosts.
     pub(super) places: Vec<TaskPlace>,
-    /// Since when it cannot go on, and why.
+    /// Since when it cannot continue, and why.
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
@@ -84,7 +84,7 @@ impl Present {
         self.ranks.get(&task).copied()
     }
 
-    /// Says that the world cannot go on; the first reason counts.
+    /// Says that the world cannot continue; the first reason counts.
     pub(super) fn break_up(&mut self, now: Duration, reason: String) {
         self.broken.get_or_insert((now, reason));
     }

@@ -56,7 +56,7 @@ fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, Step) {
                 }
                 Step::Again => {}
                 Step::Drained => break,
-                // The reader releases everything, and the ring begins anew unless a part of a record lies in it.
+                // The reader releases everything, and the ring begins again unless a part of a record lies in it.
                 Step::Full => {
                     assert!(!receiving.in_ring());
                     filled = 0;
