@@ -24,7 +24,7 @@ pub(super) struct Arrivals {
     pub(super) waited: i64,
 }
 
-/// A time in which everybody waits for one rank.
+/// A time in which all other ranks wait for one.
 #[derive(Clone, Debug)]
 pub(super) struct Wait {
     pub(super) rank: u32,
@@ -45,8 +45,8 @@ pub(super) struct Lateness {
 }
 
 impl Lateness {
-    /// Of the operations that began at `known` or later.
-    pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64) -> Self {
+    /// Of the operations that began at `known` or later, in a job of `ranks` ranks.
+    pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64, ranks: usize) -> Self {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();
         for ((tensor, _), parts) in operations {
@@ -64,11 +64,13 @@ impl Lateness {
                 lateness.from = lateness.from.min(*at);
                 let arrivals = lateness.ranks.entry(*rank).or_default();
                 arrivals.operations += 1;
-                arrivals.waited += last - at;
+                arrivals.waited = arrivals.waited.saturating_add(last - at);
             }
             let arrivals = lateness.ranks.entry(latest).or_default();
             arrivals.last += 1;
-            if last - second >= SHORT {
+            // Ranks outside of the operation's process set do not wait, and where a rank's part is missing, nobody
+            // knows whether it waited.
+            if parts.len() == ranks && last - second >= SHORT {
                 waits.push(Wait { rank: latest, from: second, until: last, tensor: tensor.clone() });
             }
         }

@@ -43,8 +43,11 @@ struct Part {
     ended: i64,
 }
 
-/// Operations that several ranks took part in, by tensor and list.
-type Operations = HashMap<(String, u64), Vec<Part>>;
+/// An operation: its tensor and its list.
+type Operation = (String, u64);
+
+/// The parts of ranks in operations.
+type Operations = HashMap<Operation, Vec<Part>>;
 
 /// What follows the name of a rank's file in the name of the one with what came before it, where files are bounded.
 const OLD: &str = ".old";
@@ -61,6 +64,19 @@ pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
     for path in files(inputs)? {
         traces.push(Trace::open(&path)?);
     }
+    merge_traces(traces, output, Broken::Fails)
+}
+
+/// What a trace does that cannot be read to its end.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Broken {
+    /// Merging fails.
+    Fails,
+    /// The trace is left out, unless there is no other.
+    IsLeftOut,
+}
+
+fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result<Summary> {
     // Of an elastic job, the last world: ranks of others are other workers.
     let last = traces.iter().map(|trace| trace.generation).max();
     traces.retain(|trace| Some(trace.generation) == last);
@@ -73,18 +89,37 @@ pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
             return Err(refused(&other.path, reason));
         }
     }
-    let mut operations = Operations::new();
-    for trace in &traces {
-        trace.operations(&mut operations)?;
-    }
+    let (traces, operations) = read(traces, broken)?;
     let hosts: Vec<(u32, &str)> = traces.iter().map(|trace| (trace.rank, &*trace.host)).collect();
     let clocks = Clocks::measure(&hosts, &operations);
     // Before this, some rank's part in operations was given up: nobody knows who was late.
     let cut = traces.iter().filter(|trace| trace.since > 0);
     let known = cut.map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).max();
-    let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN));
+    let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN), traces.len());
     write::write(output, &traces, &clocks, &lateness)?;
     Ok(Summary::of(&traces, &clocks, &lateness))
+}
+
+/// The operations of all traces, and the traces that can be read to their ends.
+fn read(traces: Vec<Trace>, broken: Broken) -> Result<(Vec<Trace>, Operations)> {
+    let (mut whole, mut operations) = (Vec::new(), Operations::new());
+    let mut failure = None;
+    for trace in traces {
+        match trace.operations() {
+            Ok(own) => {
+                for (operation, part) in own {
+                    operations.entry(operation).or_default().push(part);
+                }
+                whole.push(trace);
+            }
+            Err(error) if broken == Broken::Fails => return Err(error),
+            Err(error) => failure = Some(error),
+        }
+    }
+    match failure {
+        Some(error) if whole.is_empty() => Err(error),
+        _ => Ok((whole, operations)),
+    }
 }
 
 fn files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {

@@ -12,11 +12,15 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::read::Trace;
-use super::{Summary, merge, refused};
+use super::{Broken, Summary, merge_traces, refused};
 use crate::error::Result;
 
 /// Kind of the records that carry pieces.
 pub const KIND: &str = "timeline";
+
+/// Bytes of all timelines at most, so that no worker fills the disk of the driver: 16 times the default limit of what
+/// the ranks write.
+const MOST: u64 = 4 << 30;
 
 /// What comes before a piece's bytes, on a line.
 #[derive(Deserialize)]
@@ -36,6 +40,8 @@ pub struct Pieces {
     folder: TempDir,
     /// By the worker's task: a rank may be another worker's later.
     files: BTreeMap<u32, Arriving>,
+    /// Bytes that may still come.
+    pub(super) left: u64,
 }
 
 impl Pieces {
@@ -46,10 +52,11 @@ impl Pieces {
     pub fn new() -> Result<Self> {
         let made = tempfile::Builder::new().prefix("farandole-timeline-").tempdir();
         let folder = made.map_err(|error| refused(Path::new("timeline"), error.to_string()))?;
-        Ok(Self { folder, files: BTreeMap::new() })
+        Ok(Self { folder, files: BTreeMap::new(), left: MOST })
     }
 
-    /// Takes a piece of the timeline of a task's worker. What is no piece is left.
+    /// Takes a piece of the timeline of a task's worker. What is no piece, or beyond the size that the first one told,
+    /// is left, as is all that comes when the files have 4 GiB.
     ///
     /// # Errors
     /// `Timeline` if it cannot be written.
@@ -61,26 +68,50 @@ impl Pieces {
         let failed = |error: std::io::Error| refused(&path, error.to_string());
         if offset == 0 {
             let file = File::create(&path).map_err(failed)?;
-            self.files.insert(task, Arriving { file, bytes: 0, size });
+            if let Some(before) = self.files.insert(task, Arriving { file, bytes: 0, size }) {
+                self.left += before.bytes;
+            }
         }
         let Some(arriving) = self.files.get_mut(&task) else { return Ok(()) };
         // After a gap the rest has no use: a trace is read from its beginning.
-        if offset == arriving.bytes {
+        let more = bytes.len() as u64;
+        let fits = more <= self.left && more <= arriving.size - arriving.bytes;
+        if offset == arriving.bytes && fits {
             arriving.file.write_all_at(bytes, offset).map_err(failed)?;
-            arriving.bytes += bytes.len() as u64;
+            arriving.bytes += more;
+            self.left -= more;
         }
         Ok(())
     }
 
-    /// Merges what has arrived.
+    /// Merges what has arrived. Timelines that cannot be read are left out; their ranks are incomplete.
     ///
     /// # Errors
-    /// As [`merge`].
+    /// `Timeline` if no timeline can be read, two of the last world have the same rank, or the trace cannot be written.
     pub fn merge(&self, output: &Path) -> Result<Summary> {
-        let mut summary = merge(&[self.folder.path().to_owned()], output)?;
-        for (task, _) in self.files.iter().filter(|(_, file)| file.bytes != file.size) {
-            let rank = Trace::open(&self.path(*task)).map(|trace| trace.rank);
-            summary.incomplete.extend(rank.ok().filter(|rank| !summary.incomplete.contains(rank)));
+        let (mut traces, mut cut) = (Vec::new(), Vec::new());
+        let mut failure = None;
+        for (task, file) in &self.files {
+            match Trace::open(&self.path(*task)) {
+                Ok(trace) => {
+                    if file.bytes != file.size {
+                        cut.push((trace.generation, trace.rank));
+                    }
+                    traces.push(trace);
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        let Some(last) = traces.iter().map(|trace| trace.generation).max() else {
+            let none = || refused(output, "no worker has sent its timeline".to_owned());
+            return Err(failure.unwrap_or_else(none));
+        };
+        let mut summary = merge_traces(traces, output, Broken::IsLeftOut)?;
+        // A rank of an earlier world may be another worker now, or none.
+        for (_, rank) in cut.into_iter().filter(|(generation, _)| *generation == last) {
+            if !summary.incomplete.contains(&rank) {
+                summary.incomplete.push(rank);
+            }
         }
         summary.incomplete.sort_unstable();
         Ok(summary)

@@ -5,17 +5,25 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{OLD, Operations, Part, refused};
+use super::{OLD, Operation, Part, refused};
 use crate::error::Result;
 
 /// The track of changes of process sets, such as the one of `init()`: no step waits for them.
 const SETS: &str = "process_sets";
+
+/// Ranks of a job at most.
+const RANKS: u32 = 1 << 20;
+/// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and differences of
+/// a few times and clock shifts cannot overflow.
+const FAR: u64 = 1 << 56;
+/// Bytes of a record at most: a line is held in memory.
+const LONGEST: u64 = 1 << 20;
 
 /// A record of the file.
 #[derive(Deserialize)]
@@ -25,7 +33,7 @@ pub(super) struct Record<'a> {
     pub(super) ph: std::borrow::Cow<'a, str>,
     #[serde(default)]
     pub(super) ts: i64,
-    pub(super) pid: u64,
+    pub(super) pid: u32,
     #[serde(default, borrow)]
     pub(super) args: Option<&'a RawValue>,
 }
@@ -94,6 +102,18 @@ impl Trace {
                 "it is no timeline of this version: its first record does not name a rank".to_owned();
             return Err(refused(path, reason));
         };
+        if size > RANKS {
+            return Err(refused(path, format!("it is of a job with {size} ranks; {RANKS} is the most")));
+        }
+        if size > 0 && rank >= size {
+            return Err(refused(path, format!("it is of rank {rank} of {size} ranks")));
+        }
+        if start.unsigned_abs() > FAR || since.unsigned_abs() > FAR {
+            return Err(refused(
+                path,
+                format!("it begins at {start} us, {since} us; no clock has such a time"),
+            ));
+        }
         Ok(Self { path: path.to_owned(), rank, host, start, since, size, generation })
     }
 
@@ -102,9 +122,10 @@ impl Trace {
         each(&self.path, take)
     }
 
-    /// Adds the operations that this rank has completed.
-    pub(super) fn operations(&self, all: &mut Operations) -> Result<()> {
-        let mut tracks: HashMap<u64, (String, Open)> = HashMap::new();
+    /// The operations that this rank has completed.
+    pub(super) fn operations(&self) -> Result<Vec<(Operation, Part)>> {
+        let mut all = Vec::new();
+        let mut tracks: HashMap<u32, (String, Open)> = HashMap::new();
         let own = self.rank.to_string();
         self.each(|record| {
             if let (Some(name), Some(tensor)) = (&record.name, named(&record))
@@ -133,13 +154,14 @@ impl Trace {
                             begun: self.start + begun,
                             ended: self.start + record.ts,
                         };
-                        all.entry((tensor.clone(), list)).or_default().push(part);
+                        all.push(((tensor.clone(), list), part));
                     }
                 }
                 _ => {}
             }
             Ok(true)
-        })
+        })?;
+        Ok(all)
     }
 }
 
@@ -169,31 +191,42 @@ fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result
 fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Result<bool> {
     let file = File::open(path).map_err(|error| refused(path, error.to_string()))?;
     let mut reader = BufReader::with_capacity(1 << 18, file);
-    let mut line = String::new();
+    let mut line = Vec::new();
     let mut number = 0;
     loop {
         line.clear();
-        let read = reader.read_line(&mut line).map_err(|error| refused(path, error.to_string()))?;
+        let read = reader.by_ref().take(LONGEST).read_until(b'\n', &mut line);
         number += 1;
-        let text = line.trim().trim_end_matches(',');
-        if read == 0 {
+        if read.map_err(|error| refused(path, error.to_string()))? == 0 {
             return Ok(true);
         }
-        // Pieces of two files may have been put together.
-        if matches!(text, "" | "[" | "]") {
-            continue;
-        }
-        match serde_json::from_str(text) {
-            Ok(record) => {
+        match record(&line) {
+            Ok(Some(record)) => {
                 if !take(record)? {
                     return Ok(false);
                 }
             }
+            // Pieces of two files may have been put together.
+            Ok(None) => {}
             // The last line of a process that was killed while it wrote.
-            Err(_) if !line.ends_with('\n') => return Ok(true),
-            Err(error) => {
-                return Err(refused(path, format!("line {number} is no record of a timeline: {error}")));
+            Err(_) if !line.ends_with(b"\n") && (line.len() as u64) < LONGEST => return Ok(true),
+            Err(reason) => {
+                return Err(refused(path, format!("line {number} is no record of a timeline: {reason}")));
             }
         }
     }
+}
+
+/// The record of a line, if it has one; or why it is none.
+fn record(line: &[u8]) -> std::result::Result<Option<Record<'_>>, String> {
+    let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
+    let text = text.trim().trim_end_matches(',');
+    if matches!(text, "" | "[" | "]") {
+        return Ok(None);
+    }
+    let record: Record<'_> = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    if record.ts.unsigned_abs() > FAR {
+        return Err(format!("no event is at {} us", record.ts));
+    }
+    Ok(Some(record))
 }

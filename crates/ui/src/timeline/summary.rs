@@ -3,6 +3,8 @@
 
 //! What a merged timeline says in numbers.
 
+use std::collections::HashSet;
+
 use serde::Serialize;
 
 use super::clocks::Clocks;
@@ -79,7 +81,8 @@ impl Summary {
         });
         let ranks = traces.iter().map(row).collect();
         let size = traces.iter().map(|trace| trace.size).max().unwrap_or_default();
-        let incomplete = (0..size).filter(|rank| !traces.iter().any(|trace| trace.rank == *rank)).collect();
+        let known: HashSet<u32> = traces.iter().map(|trace| trace.rank).collect();
+        let incomplete = (0..size).filter(|rank| !known.contains(rank)).collect();
         Self { ranks, straggler, seconds: span / 1e6, incomplete }
     }
 

@@ -12,6 +12,9 @@ const AHEAD: i64 = 3_000_000;
 const STEPS: i64 = 40;
 const RANKS: u32 = 4;
 const EPOCH: i64 = 1_700_000_000_000_000;
+/// Lines of a rank's file before its first step, and those of a step.
+const HEAD: usize = 4;
+const LINES: usize = 9;
 
 fn host(rank: u32) -> &'static str {
     if rank < 2 { "a-1" } else { "b-2" }
@@ -260,4 +263,164 @@ fn an_elastic_job_has_the_timeline_of_its_last_world() {
     assert_eq!(records, all);
     std::fs::write(folder.path().join("3.json"), earlier(3)).unwrap();
     assert_eq!(merged(folder.path()).0.incomplete, [3]);
+}
+
+#[test]
+fn a_track_that_has_another_number_in_the_next_file_is_one_track() {
+    let (whole, parts) = (job(&[0, 1, 2, 3]), job(&[0, 1, 2, 3]));
+    split(parts.path(), 2, HEAD + 10 * LINES);
+    let path = parts.path().join("2.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"pid\":1", "\"pid\":9")).unwrap();
+    let (summary, records) = merged(parts.path());
+    let (expected, all) = merged(whole.path());
+    assert_eq!(summary.json(), expected.json());
+    assert_eq!(records, all);
+}
+
+#[test]
+fn a_rank_that_only_its_process_set_waits_for_is_no_straggler() {
+    let folder = tempfile::tempdir().unwrap();
+    for rank in 0..8 {
+        let mut text = file(rank).replace("\"size\":4", "\"size\":8");
+        if ![2, 5].contains(&rank) {
+            text = text.replace("gradient", "of the others");
+        }
+        std::fs::write(folder.path().join(format!("{rank}.json")), text).unwrap();
+    }
+    let (summary, records) = merged(folder.path());
+    assert!(summary.straggler.is_none(), "{}", summary.json());
+    assert!(records.iter().all(|record| record["cat"] != "straggler"));
+    assert_eq!(summary.ranks[2].last, u64::try_from(STEPS).unwrap());
+    assert_eq!((summary.ranks[2].waited_for_ms, summary.ranks[5].operations), (0.0, STEPS as u64));
+}
+
+#[test]
+fn nobody_is_waited_for_by_all_where_the_part_of_a_rank_is_missing() {
+    let folder = job(&[0, 1, 2, 3]);
+    let path = folder.path().join("3.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let (cut, after) = (HEAD + 10 * LINES, HEAD + 11 * LINES);
+    std::fs::write(&path, format!("{}\n{}\n", lines[..cut].join("\n"), lines[after..].join("\n"))).unwrap();
+    let (summary, records) = merged(folder.path());
+    let waits = records.iter().filter(|record| record["cat"] == "straggler").count();
+    assert_eq!(waits, usize::try_from(STEPS).unwrap() - 1);
+    assert_eq!(summary.ranks[3].operations, STEPS as u64 - 1);
+}
+
+#[test]
+fn numbers_that_no_timeline_has_are_refused() {
+    let folder = job(&[0, 1, 2, 3]);
+    let output = folder.path().join("out");
+    let refuses = |from: &str, to: &str, says: &str| {
+        let text = file(3);
+        assert!(text.contains(from), "{from}");
+        std::fs::write(folder.path().join("3.json"), text.replacen(from, to, 1)).unwrap();
+        let error = merge(&[folder.path().to_owned()], &output).map(|summary| summary.json()).unwrap_err();
+        assert!(error.to_string().contains(says), "{from}, {to}: {error}");
+    };
+    let start = format!("micros\":{}", EPOCH - 15_000 + AHEAD);
+    let far = i64::MAX - 10;
+    let ts = format!("\"ts\":{}", EPOCH + asks(3, 0) - (EPOCH - 15_000));
+    refuses("\"size\":4", "\"size\":1048577", "1048577 ranks");
+    refuses("\"rank\":3", "\"rank\":4", "rank 4 of 4");
+    refuses(&start, &format!("micros\":{far}"), "begins at");
+    refuses(&start, &format!("micros\":{}", i64::MIN), "begins at");
+    refuses("\"rank\":3", &format!("\"rank\":3,\"since\":{far}"), "begins at");
+    refuses(&ts, &format!("\"ts\":{far}"), "line 7");
+    refuses(&ts, &format!("\"ts\":-{far}"), "line 7");
+    refuses("\"pid\":1,\"args\"", &format!("\"pid\":{},\"args\"", u64::MAX), "line 3");
+}
+
+#[test]
+fn a_file_that_is_cut_within_a_character_is_merged_to_there() {
+    let folder = job(&[0, 1, 2, 3]);
+    let text = file(3).replace("QUEUE", "Qü");
+    let cut = text.rfind('ü').unwrap() + 1;
+    std::fs::write(folder.path().join("3.json"), &text.as_bytes()[..cut]).unwrap();
+    let (summary, _) = merged(folder.path());
+    let operations: Vec<u64> = summary.ranks.iter().map(|row| row.operations).collect();
+    assert_eq!(operations, [STEPS as u64, STEPS as u64, STEPS as u64, STEPS as u64 - 1]);
+    std::fs::write(folder.path().join("3.json"), text.replace("Qü", "Q").replace("ph", "p\u{fffd}")).unwrap();
+    assert!(merge(&[folder.path().to_owned()], &folder.path().join("out")).is_err());
+}
+
+/// Sends a timeline in pieces of 1000 bytes, of which `takes` takes some.
+fn send(pieces: &mut Pieces, task: u32, text: &[u8], size: usize, takes: impl Fn(usize) -> bool) {
+    for (number, chunk) in text.chunks(1000).enumerate().filter(|(number, _)| takes(*number)) {
+        let mut piece = format!("{{\"offset\":{},\"size\":{size}}}\n", number * 1000).into_bytes();
+        piece.extend_from_slice(chunk);
+        pieces.take(task, &piece).unwrap();
+    }
+}
+
+fn merged_pieces(pieces: &Pieces) -> Summary {
+    let folder = tempfile::tempdir().unwrap();
+    pieces.merge(&folder.path().join("trace.json")).unwrap()
+}
+
+fn ranks_of(summary: &Summary) -> Vec<u32> {
+    summary.ranks.iter().map(|row| row.rank).collect()
+}
+
+#[test]
+fn pieces_beyond_the_size_that_was_told_are_left() {
+    let mut pieces = Pieces::new().unwrap();
+    for (rank, told) in [(0, usize::MAX), (1, 10), (2, 1500), (3, usize::MAX)] {
+        let text = file(rank);
+        send(&mut pieces, rank, text.as_bytes(), told.min(text.len()), |_| true);
+    }
+    let summary = merged_pieces(&pieces);
+    assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 2, 3], &[1, 2][..]));
+    assert!(summary.ranks[1].operations < 10, "{}", summary.json());
+}
+
+#[test]
+fn a_timeline_that_cannot_be_read_leaves_those_of_other_ranks() {
+    let mut pieces = Pieces::new().unwrap();
+    for rank in [0, 2] {
+        let text = file(rank);
+        send(&mut pieces, rank, text.as_bytes(), text.len(), |_| true);
+    }
+    // Its agent was lost within the first record.
+    let cut = &file(1)[..60];
+    send(&mut pieces, 1, cut.as_bytes(), 9000, |_| true);
+    let broken = file(3).replace("\"ph\":\"E\"", "\"ph\"");
+    send(&mut pieces, 3, broken.as_bytes(), broken.len(), |_| true);
+    let summary = merged_pieces(&pieces);
+    assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 2], &[1, 3][..]));
+    let mut pieces = Pieces::new().unwrap();
+    let output = tempfile::tempdir().unwrap();
+    let output = output.path().join("trace.json");
+    assert!(pieces.merge(&output).is_err(), "none has come");
+    send(&mut pieces, 1, cut.as_bytes(), 9000, |_| true);
+    assert!(pieces.merge(&output).unwrap_err().to_string().contains("it is no timeline"));
+}
+
+#[test]
+fn a_rank_of_an_earlier_world_is_not_missing_in_the_last() {
+    let mut pieces = Pieces::new().unwrap();
+    for rank in 0..RANKS {
+        let text = file(rank);
+        send(&mut pieces, rank, text.as_bytes(), text.len(), |_| true);
+    }
+    let earlier = file(1).replace("\"generation\":2", "\"generation\":1");
+    send(&mut pieces, 9, earlier.as_bytes(), earlier.len(), |number| number != 3);
+    assert_eq!(merged_pieces(&pieces).incomplete, [0; 0]);
+}
+
+#[test]
+fn all_pieces_together_have_a_limit() {
+    let mut pieces = Pieces::new().unwrap();
+    let texts: Vec<String> = (0..RANKS).map(file).collect();
+    pieces.left = texts[0].len() as u64 + 5000;
+    // A worker that sends its timeline again takes the place of what it has sent.
+    for rank in [0, 0, 1, 2] {
+        let text = &texts[rank as usize];
+        send(&mut pieces, rank, text.as_bytes(), text.len(), |_| true);
+    }
+    let summary = merged_pieces(&pieces);
+    assert_eq!((ranks_of(&summary), &*summary.incomplete), (vec![0, 1], &[1, 2, 3][..]));
+    assert_eq!(pieces.left, 0);
 }

@@ -94,18 +94,21 @@ fn rank(output: &mut Output, trace: &Trace, clocks: &Clocks) -> Result<()> {
         &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name, "clock": shift}}),
     );
     output.record(&json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}));
-    let mut threads: HashMap<u64, Thread> = HashMap::new();
+    let mut threads: HashMap<u32, Thread> = HashMap::new();
+    let mut tids: HashMap<String, u64> = HashMap::new();
     trace.each(|record| {
         let ts = clocks.corrected(pid, trace.start + record.ts) - output.zero;
         match (&*record.ph, record.name.as_deref()) {
             ("M", Some("process_name")) if record.pid != 0 => {
                 let tensor = named(&record).unwrap_or_default();
-                let tid = if tensor == PHASES { 1 } else { record.pid + 1 };
-                // A file that goes on where another ends names its tracks again.
-                threads.entry(record.pid).or_insert_with(|| {
-                    track(output, (pid, tid), &tensor);
-                    Thread { tid, ..Thread::default() }
+                // A file that goes on where another ends names its tracks again. A track that it does not name at its
+                // begin has another number when it comes again.
+                let tid = *tids.entry(tensor).or_insert_with_key(|tensor| {
+                    let tid = if tensor == PHASES { 1 } else { u64::from(record.pid) + 1 };
+                    track(output, (pid, tid), tensor);
+                    tid
                 });
+                threads.entry(record.pid).or_insert_with(|| Thread { tid, ..Thread::default() });
             }
             ("i", Some(name)) => {
                 output.record(&json!({"name": name, "ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": ts}));
