@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 pub const OLD: &str = ".old";
 /// A file has at least this many bytes before the next one begins.
 const LEAST: u64 = 32 << 10;
+/// Bytes of records that are written together at most.
+const TOGETHER: u64 = 64 << 10;
 const END: &str = "\n]\n";
 
 /// Where records go. The file ends with `]` after every write; the next one begins by overwriting that.
@@ -43,9 +45,14 @@ impl Pages {
         self.offset == 0
     }
 
-    /// Whether this many bytes more do not fit.
-    pub(super) fn is_full(&self, bytes: usize) -> bool {
-        !self.is_empty() && self.offset.saturating_add(bytes as u64) > self.most
+    /// Bytes of records after which they are written: a small part of a file, so that its size is kept.
+    pub(super) fn together(&self) -> u64 {
+        TOGETHER.min(self.most / 4)
+    }
+
+    /// Whether the next records go to the next file.
+    pub(super) fn is_full(&self) -> bool {
+        self.offset.saturating_add(self.together()) > self.most
     }
 
     /// Begins the next file.

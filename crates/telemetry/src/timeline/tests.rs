@@ -194,3 +194,79 @@ fn it_is_told_whose_arrivals_are_wanted() {
     timeline.start(&folder.path().join("2"), title, Extent::default()).unwrap();
     assert_eq!(timeline.only(), None);
 }
+
+/// The numbers of lists in both files, oldest first.
+fn lists_of(path: &Path) -> Vec<u64> {
+    let files = [old(path), path.to_owned()];
+    let records = files.iter().filter(|path| path.exists()).flat_map(|path| read(path));
+    records.filter_map(|record| record["args"]["list"].as_u64()).collect()
+}
+
+fn bytes_of(path: &Path) -> u64 {
+    [old(path), path.to_owned()].iter().map(|path| path.metadata().unwrap().len()).sum()
+}
+
+#[test]
+fn names_that_are_used_once_do_not_fill_a_bounded_file() {
+    const LIMIT: u64 = 128 << 10;
+    const NAMES: u64 = 50_000;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("0.json");
+    let timeline = Timeline::default();
+    let extent = Extent { limit: Some(LIMIT), ..Extent::default() };
+    timeline.start(&path, Title::default(), extent).unwrap();
+    let often = track(0, "often");
+    for list in 0..NAMES {
+        let once = track(0, &format!("allreduce.noname.{list}"));
+        for tensor in [&once, &often] {
+            timeline.begin_listed(tensor, "ALLREDUCE", list);
+            timeline.end_of(tensor, None);
+        }
+    }
+    timeline.stop().unwrap();
+    assert!(bytes_of(&path) <= LIMIT + 2048, "{}", bytes_of(&path));
+    let lists = lists_of(&path);
+    assert_eq!(lists.last(), Some(&(NAMES - 1)));
+    assert!(lists.len() > 300, "{}", lists.len());
+    let mut names: std::collections::HashMap<u64, Value> = std::collections::HashMap::new();
+    for record in [old(&path), path].iter().flat_map(|path| read(path)) {
+        let pid = record["pid"].as_u64().unwrap();
+        if record["name"] == "process_name" && pid > 0 {
+            let name = record["args"]["name"].clone();
+            assert_eq!(*names.entry(pid).or_insert_with(|| name.clone()), name, "a number has one track");
+        }
+        assert!(pid == 0 || names.contains_key(&pid), "{record}");
+    }
+    let used_often: Vec<_> = names.iter().filter(|(_, name)| *name == "often").collect();
+    assert_eq!(used_often.len(), 1, "a track in use keeps its number: {used_often:?}");
+}
+
+#[test]
+fn a_share_that_is_smaller_than_the_names_of_the_tracks_keeps_records() {
+    // The default limit for 4096 ranks.
+    const LIMIT: u64 = (256 << 20) / 4096;
+    const TENSORS: u64 = 200;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("0.json");
+    let mut writer = Writer::new(&path, Title::default(), Some(LIMIT)).unwrap();
+    let tensors: Vec<Track> =
+        (0..TENSORS).map(|number| track(0, &format!("transformer.layers.{number}.weight"))).collect();
+    let event = |what| Event { at: Instant::now(), what };
+    for step in 0..20 {
+        // In some steps, all begin before the first ends.
+        let together = step % 3 == 0;
+        for (tensor, list) in tensors.iter().zip(step * TENSORS..) {
+            let begin = event(What::Begin(tensor.clone(), "ALLREDUCE", Some(list)));
+            let end = (!together).then(|| event(What::End(tensor.clone(), None)));
+            writer.write(&[Some(begin), end].into_iter().flatten().collect::<Vec<_>>(), 0).unwrap();
+        }
+        for tensor in tensors.iter().filter(|_| together) {
+            writer.write(&[event(What::End(tensor.clone(), None))], 0).unwrap();
+        }
+    }
+    writer.finish().unwrap();
+    let lists = lists_of(&path);
+    assert_eq!(lists.last(), Some(&(20 * TENSORS - 1)));
+    assert!(lists.len() > 80, "{}", lists.len());
+    assert!(bytes_of(&path) <= LIMIT + 2048, "{}", bytes_of(&path));
+}

@@ -12,18 +12,18 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use super::file::Pages;
 use super::{Event, Produced, Title, Track, What};
 
-/// Bytes of records that are written together at most.
-const TOGETHER: usize = 64 << 10;
 /// Name of the track with the phases of training steps.
 const PHASES: &str = "steps";
 /// How often both clocks are read at the start; the reading that took the least time counts.
 const READINGS: usize = 5;
 
 struct Place {
-    /// Its "process" number.
-    pid: usize,
+    /// Its "process" number, which no other track gets later.
+    pid: u64,
     /// Spans that are open.
     depth: usize,
+    /// The file that names it.
+    page: u64,
 }
 
 /// What the first record says.
@@ -41,11 +41,14 @@ struct Heading {
 pub(super) struct Writer {
     pages: Pages,
     text: String,
-    /// When the first event in `text` was.
-    since: Option<u128>,
     title: Heading,
     start: Instant,
+    /// Tracks that this file or the one before names, and those with open spans.
     places: HashMap<Track, Place>,
+    /// Tracks that there have been.
+    tracks: u64,
+    /// Files that there have been before this one.
+    page: u64,
     phases: Track,
 }
 
@@ -63,10 +66,11 @@ impl Writer {
         let mut writer = Self {
             pages: Pages::new(path, limit)?,
             text: String::new(),
-            since: None,
             title: heading,
             start,
             places: HashMap::new(),
+            tracks: 0,
+            page: 0,
             // The name cannot be a tensor's of a process set, so both tracks may have it.
             phases: Track { set: u32::MAX, tensor: PHASES.into() },
         };
@@ -99,8 +103,8 @@ impl Writer {
             ));
         }
         for event in events {
-            self.event(event);
-            if self.text.len() >= TOGETHER {
+            self.event(event)?;
+            if self.text.len() as u64 >= self.pages.together() {
                 self.flush()?;
             }
         }
@@ -114,9 +118,11 @@ impl Writer {
         self.flush()
     }
 
-    fn event(&mut self, event: &Event) {
+    fn event(&mut self, event: &Event) -> io::Result<()> {
         let ts = self.elapsed(event.at);
-        self.since.get_or_insert(ts);
+        if self.text.is_empty() && self.pages.is_full() {
+            self.turn(ts)?;
+        }
         match &event.what {
             What::Begin(track, name, list) => {
                 let place = self.place(track);
@@ -143,6 +149,7 @@ impl Writer {
                 self.record(&format!(r#"{{"name":"CYCLE_START","ph":"i","ts":{ts},"pid":0,"s":"g"}}"#));
             }
         }
+        Ok(())
     }
 
     fn end(&mut self, track: &Track, ts: u128, produced: Option<&Produced>) {
@@ -157,15 +164,25 @@ impl Writer {
         self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
     }
 
+    /// The track's place, which the file names from now on.
     fn place(&mut self, track: &Track) -> &mut Place {
-        if !self.places.contains_key(track) {
-            self.declare(track, self.places.len() + 1);
+        let page = self.page;
+        let (pid, named) = match self.places.get(track) {
+            Some(place) => (place.pid, place.page == page),
+            None => {
+                self.tracks += 1;
+                (self.tracks, false)
+            }
+        };
+        if !named {
+            self.declare(track, pid);
         }
-        let pid = self.places.len() + 1;
-        self.places.entry(track.clone()).or_insert(Place { pid, depth: 0 })
+        let place = self.places.entry(track.clone()).or_insert(Place { pid, depth: 0, page });
+        place.page = page;
+        place
     }
 
-    fn declare(&mut self, track: &Track, pid: usize) {
+    fn declare(&mut self, track: &Track, pid: u64) {
         let mut name = String::new();
         match track.set {
             0 | u32::MAX => quote(&track.tensor, &mut name),
@@ -178,13 +195,11 @@ impl Writer {
     }
 
     fn close_all(&mut self, ts: u128) {
-        let mut open: Vec<(usize, usize)> = Vec::new();
-        for place in self.places.values_mut().filter(|place| place.depth > 0) {
-            open.push((place.pid, std::mem::take(&mut place.depth)));
-        }
-        open.sort_unstable();
-        for (pid, depth) in open {
-            for _ in 0..depth {
+        let open = self.places.iter().filter(|(_, place)| place.depth > 0);
+        let mut open: Vec<(u64, Track)> = open.map(|(track, place)| (place.pid, track.clone())).collect();
+        open.sort_unstable_by_key(|(pid, _)| *pid);
+        for (pid, track) in open {
+            for _ in 0..std::mem::take(&mut self.place(&track).depth) {
                 self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}}}"#));
             }
         }
@@ -200,25 +215,18 @@ impl Writer {
         if self.text.is_empty() {
             return Ok(());
         }
-        if self.pages.is_full(self.text.len()) {
-            self.turn()?;
-        }
-        self.since = None;
         self.pages.write(&mut self.text)
     }
 
-    /// Begins the next file, which names the tracks again, with the records that wait.
-    fn turn(&mut self) -> io::Result<()> {
-        let waiting = std::mem::take(&mut self.text);
+    /// Begins the next file, with the events from `since` on. It names a track when an event of it comes. Tracks that the
+    /// last file did not name are forgotten: they may never come again, as each operation without a name has a track of
+    /// its own.
+    fn turn(&mut self, since: u128) -> io::Result<()> {
         self.pages.turn()?;
-        self.head(self.since.unwrap_or_default());
-        let mut tracks: Vec<(usize, Track)> =
-            self.places.iter().map(|(track, place)| (place.pid, track.clone())).collect();
-        tracks.sort_unstable_by_key(|(pid, _)| *pid);
-        for (pid, track) in tracks {
-            self.declare(&track, pid);
-        }
-        self.text.push_str(&waiting);
+        let page = self.page;
+        self.page += 1;
+        self.places.retain(|_, place| place.depth > 0 || place.page == page);
+        self.head(since);
         Ok(())
     }
 
