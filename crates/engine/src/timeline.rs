@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use farandole_collectives::ReduceOp;
 use farandole_telemetry::{Extent, Nvtx, Timeline, Title};
+use farandole_world::World;
 
 use crate::signature::Call;
 use crate::{Engine, Error, Result};
@@ -96,17 +97,9 @@ impl Engine {
         let extent = Extent { cycles: mark_cycles, own, limit };
         let path = path.replace(RANK_PLACEHOLDER, &rank.to_string());
         let name = format!("farandole rank {rank}");
-        let world = self.world();
-        let title = Title {
-            name: &name,
-            rank: rank.0,
-            host: world.seats.get(rank.0 as usize).map_or("", |seat| &seat.host.0),
-            size: world.size(),
-            generation: world.generation.0,
-        };
         self.tracer
             .timeline
-            .start(&PathBuf::from(&path), title, extent)
+            .start(&PathBuf::from(&path), title(self.world(), &name), extent)
             .map_err(|error| refused(path, &error))
     }
 
@@ -137,6 +130,35 @@ impl Engine {
     }
 }
 
+fn title<'a>(world: &'a World, name: &'a str) -> Title<'a> {
+    Title {
+        name,
+        rank: world.rank.0,
+        host: world.seat().host.machine(),
+        size: world.size(),
+        generation: world.generation.0,
+    }
+}
+
 fn refused(path: String, error: &std::io::Error) -> Error {
     Error::Timeline { path, reason: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_world::{Generation, HostHash, Rank, TaskId, TaskPlace, assign};
+
+    use super::*;
+
+    #[test]
+    fn containers_of_one_machine_have_one_clock_in_a_timeline() {
+        let places = [(0, "m/1"), (1, "m/2"), (2, "n")]
+            .map(|(task, host)| TaskPlace { task: TaskId(task), host: HostHash(host.to_owned()) });
+        let world = assign(Generation(4), &places).unwrap();
+        let worlds = [0, 1, 2].map(|rank| world.seen_from(Rank(rank)).unwrap());
+        let titles: Vec<Title<'_>> = worlds.iter().map(|world| title(world, "x")).collect();
+        let told: Vec<_> = titles.iter().map(|title| (title.rank, title.host)).collect();
+        assert_eq!(told, [(0, "m"), (1, "m"), (2, "n")]);
+        assert!(titles.iter().all(|title| (title.size, title.generation) == (3, 4)));
+    }
 }
