@@ -242,16 +242,16 @@ run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0
 """
 
 
-def told_sets(run: Launch, size: int) -> dict[int, list[str]]:
-    """What each rank of the latest world of this size has said of its sets."""
+def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
+    """What each rank has said of its sets in the last of so many worlds of this size."""
     found: dict[int, list[str]] = {}
 
     def fits() -> bool:
         lines = [line.split(":sets ", 1)[1] for line in run.out.read_text().splitlines() if ":sets " in line]
-        latest = [line.split() for line in lines if line.startswith(f"{size} ")][-size:]
+        told = [line.split() for line in lines if line.startswith(f"{size} ")]
         found.clear()
-        found.update({int(rank): sets for _, rank, *sets in latest})
-        return len(found) == size
+        found.update({int(rank): sets for _, rank, *sets in told[-size:]})
+        return len(told) == worlds * size and len(found) == size
 
     until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")
     return dict(sorted(found.items()))
@@ -281,7 +281,7 @@ def test_25_elastic_training_with_process_sets_fails(launch: Start, program: Wri
     again = members(run, 4)
     (new,) = {one["pid"] for one in again} - {one["pid"] for one in before}
     rank = next(one["rank"] for one in again if one["pid"] == new)
-    sets = told_sets(run, 4)
+    sets = told_sets(run, 4, worlds=2)
     assert [entry.split(":")[0] for entry in sets[rank]] == [pair, f"[{lone}]", f"[{low}]"]
     assert [entry.split(":")[1] for entry in sets[rank]] == ["0", "0", "0"]
     assert all([entry.split(":")[0] for entry in one] == [pair, f"[{lone}]", f"[{low}]"] for one in sets.values())

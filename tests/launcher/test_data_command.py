@@ -124,7 +124,7 @@ def test_a_store_is_listed_summed_up_and_tidied(tmp_path, source):
     assert (store / "intermediate_train_data.0").exists()
     assert "deleted" in farandole("store", "gc", store, "--older-than", "30m")
     assert sorted(os.listdir(store)) == ["runs"]
-    assert "an age has a unit" in farandole("store", "gc", store, "--older-than", "30", status=2)
+    assert "an age needs a unit" in farandole("store", "gc", store, "--older-than", "30", status=2)
 
 
 def test_data_in_use_is_not_deleted(tmp_path, source):

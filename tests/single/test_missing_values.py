@@ -102,7 +102,7 @@ def test_labels_that_are_missing_reach_a_loss_that_knows_them_where_nan_is_allow
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     found = fitting(tmp_path, linear(), epochs=1, allow_nan=True, loss=masked)
     assert bool(weights(found).isfinite().all())
-    with pytest.raises(ValueError, match="label column 'y' holds fractions"):
+    with pytest.raises(ValueError, match="label column 'y' contains fractions"):
         fitting(tmp_path, linear(2), epochs=1, allow_nan=True, loss=torch.nn.CrossEntropyLoss())
 
 

@@ -65,7 +65,7 @@ def test_a_poisoned_checkpoint_ends_the_run_that_would_go_on_from_it(data, mark,
     state = torch.load(path, weights_only=True)
     path.write_bytes(saved(state | {"history": Poison(mark), "farandole_history": Poison(mark)}))
     path.with_name(MARKER).unlink()  # who can write there can also take the marker away
-    with pytest.raises(PickleNotAllowedError, match="of run 'r' holds more"):
+    with pytest.raises(PickleNotAllowedError, match="of run 'r' contains more"):
         fitted(data, "r", 2)
     assert not mark.exists()
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(da
     path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
     path.with_name(MARKER).unlink()
-    with pytest.raises(PickleNotAllowedError, match=f"run 'r' holds more.*{VARIABLE}=1"):
+    with pytest.raises(PickleNotAllowedError, match=f"run 'r' contains more.*{VARIABLE}=1"):
         lightning_fit(data, "r", 2)
     monkeypatch.setenv(VARIABLE, "1")
     assert len(lightning_fit(data, "r", 2).getHistory()) == 2

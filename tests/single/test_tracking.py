@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What Weights & Biases is told, by a module that stands in for its library."""
+"""What Weights & Biases is told, by a module that stands in for its library, and MLflow itself with strange stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from farandole.spark.common.tracking import Tracker, Trackers, WandbTracker
+from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 
 PARAMETERS = {"batch_size": 8}
 
@@ -84,3 +84,19 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):
         WandbTracker("named", {})
+
+
+def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_leaves_no_run(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    places = {"training": ("az://container/data", 10), "validation": (f"file://{tmp_path}/data", 5)}
+    with MlflowTracker("strange", PARAMETERS, places):
+        run = mlflow.active_run().info.run_id
+    inputs = mlflow.get_run(run).inputs.dataset_inputs
+    assert [one.dataset.name for one in inputs] == ["5 rows"]
+    refused = MlflowTracker("refused", {"not / allowed : ?*": 1}, places)
+    with pytest.raises(mlflow.exceptions.MlflowException), refused:
+        pass
+    assert mlflow.active_run() is None

@@ -31,6 +31,18 @@ class Summed(keras.layers.Layer):
         return keras.ops.sum(keras.ops.concatenate(inputs, axis=1), axis=1, keepdims=True)
 
 
+class Scaled(keras.Model):
+    """Has a weight of its own besides those of its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.scale = self.add_weight(shape=(2,))
+
+    def call(self, inputs):
+        return self.dense(inputs) * self.scale
+
+
 def adder(count):
     inputs = [keras.Input((1,)) for _ in range(count)]
     return keras.Model(inputs, Summed()(inputs))
@@ -77,6 +89,9 @@ def test_a_model_is_explained_in_words(by_hand):
     told = KerasModel(model=outer, feature_columns=["v"], label_columns=["n"]).explain()
     assert f"{inner.name}.inner" in told
     assert told.splitlines()[-1] == "  9 parameters, 6 of them frozen, 36 B"
+    told = KerasModel(model=Scaled(), feature_columns=["v"], label_columns=["n"])
+    told.getModel()(np.ones((1, 2), np.float32))
+    assert told.explain().splitlines()[-1] == f"  {told.getModel().count_params()} parameters, 32 B"
 
 
 def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_path, caplog):

@@ -142,3 +142,47 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(model, tmp_pat
     monkeypatch.setattr(onnx, "_PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(ImportError, match=r"farandole\[onnx\]"):
         model.to_onnx(tmp_path / "model.onnx")
+
+
+class Pooled(torch.nn.Module):
+    """Means of two lists, whose lengths have nothing to do with each other."""
+
+    def __init__(self, equal=False):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+        self.equal = equal
+
+    def forward(self, first, second):
+        if self.equal:
+            return self.line((first * second).sum(1, keepdim=True))
+        return self.line(first.sum(1, keepdim=True) / first.shape[1] + second.sum(1, keepdim=True) / second.shape[1])
+
+
+@pytest.mark.slow
+def test_lists_of_different_lengths_stay_apart_in_an_onnx_file(tmp_path):
+    import onnxruntime
+
+    lists = [{"columns": [name], "shape": [-1, 5], "dtype": "float32", "ragged": True} for name in ("first", "second")]
+    network = Pooled()
+    model = TorchModel(model=network, feature_columns=["first", "second"], label_columns=["y"], signature=lists)
+    model.to_onnx(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    given = {"first": np.ones((2, 3), "float32"), "second": np.ones((2, 9), "float32")}
+    (found,) = session.run(None, given)
+    wanted = network(*map(torch.from_numpy, given.values())).detach().numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    # A model that needs equal lengths is exported, too.
+    model.setModel(Pooled(equal=True)).to_onnx(tmp_path / "equal.onnx")
+    assert (tmp_path / "equal.onnx").exists()
+
+
+def test_what_onnx_does_not_have_is_refused_by_name(model, tmp_path):
+    one = {"columns": ["x"], "shape": [-1, 2], "dtype": "bfloat16"}
+    refused = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"], signature=[one])
+    with pytest.raises(ValueError, match="takes no bfloat16 input: x"):
+        refused.to_onnx(tmp_path / "model.onnx")
+    refused.setSignature([one | {"dtype": "float32"}]).setOutputCols(["x"])
+    with pytest.raises(ValueError, match="need different names: x"):
+        refused.to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="model is required"):
+        TorchModel().explain()

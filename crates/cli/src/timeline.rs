@@ -3,7 +3,7 @@
 
 //! `farandole timeline`, and `farandole run --timeline`: the timelines of all ranks as one trace.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -69,8 +69,12 @@ impl Gathering {
     /// # Errors
     /// It cannot be written, or there is no room for a folder.
     pub(crate) fn new(path: &Path, next: &Arc<dyn Sink>) -> Result<Arc<Self>> {
-        // Said before the job runs for hours.
-        File::create(path).with_context(|| format!("cannot write the timeline to {}", path.display()))?;
+        // Said before the job runs for hours. What is there stays until there is something to replace it.
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .with_context(|| format!("cannot write the timeline to {}", path.display()))?;
         let pieces = Mutex::new(Pieces::new()?);
         Ok(Arc::new(Self { path: path.to_owned(), pieces, next: Arc::clone(next) }))
     }
@@ -81,7 +85,11 @@ impl Gathering {
     /// Nothing has come, or the trace cannot be written.
     pub(crate) fn merge(&self) -> Result<Vec<String>> {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut lines = pieces.merge(&self.path)?.lines();
+        let merged = pieces.merge(&self.path);
+        if merged.is_err() && std::fs::metadata(&self.path).is_ok_and(|told| told.len() == 0) {
+            drop(std::fs::remove_file(&self.path)); // made by `new`
+        }
+        let mut lines = merged?.lines();
         lines.push(format!("the timeline of all ranks is in {}", self.path.display()));
         Ok(lines)
     }

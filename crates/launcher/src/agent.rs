@@ -344,10 +344,16 @@ impl Run {
             }
             cancelled
         })?;
-        if let Some(gathered) = gathered {
+        // A failure is reported first: a peer's report of the consequence must not overtake that of the cause.
+        let (first, last) = if remains.how.is_success() { (gathered, None) } else { (None, gathered) };
+        if let Some(gathered) = first {
             gathered.send(client, self.time_of(ended_by.as_ref()));
         }
-        Ok(self.report(client, place, remains, ended_by))
+        let outcome = self.report(client, place, remains, ended_by);
+        if let Some(gathered) = last {
+            gathered.send(client, LATE_REPORT);
+        }
+        Ok(outcome)
     }
 
     fn start(&self, client: &Client, place: &Place) -> (Start, Option<Gathered>) {

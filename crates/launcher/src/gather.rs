@@ -88,6 +88,8 @@ fn send(client: &Client, path: &Path, deadline: Instant) -> Result<(), Failure> 
     for part in parts {
         file = Box::new(file.chain(part));
     }
+    // A metric that finds the outbox full of lines is dropped, and without the first piece all others are useless.
+    client.flush(deadline)?;
     let (mut offset, mut sent) = (0, 0);
     while offset < size {
         let mut piece = format!("{{\"offset\":{offset},\"size\":{size}}}\n").into_bytes();

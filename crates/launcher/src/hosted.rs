@@ -41,7 +41,7 @@ pub fn serve_host(
     if let Some(folder) = &order.folder
         && let Err(error) = std::env::set_current_dir(folder)
     {
-        tracing::warn!(%error, folder, "the launcher's working directory cannot be used here, workers start in the home directory");
+        tracing::warn!(%error, folder, "the launcher's working directory cannot be used here, workers start where the agent was started");
     }
     let agents = start(&order, payload)?;
     let listening = Arc::clone(&agents);

@@ -133,7 +133,7 @@ class RayBackend(Backend):
         packed = payload(fn, args, kwargs)
         output = self._streams.output(size)
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
-        changes: dict[str, str | None] = {**taken, **timelines.variables(), **self._env, **(env or {})}
+        changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
         ray = needed()
         if not ray.is_initialized():
             ray.init()

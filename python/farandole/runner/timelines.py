@@ -43,13 +43,21 @@ class Gathering:
     def __init__(self, path: Path | None) -> None:
         from farandole._native import ui  # noqa: PLC0415 - `import farandole` stays light
 
+        self._made = path is not None and not path.exists()
         if path is not None:
             path.touch()  # an error now, and not after hours of training
         self._path = path
+        self._new = ui.Timelines
         self._pieces = ui.Timelines()
+        self._jobs = 0
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
+        self._jobs += 1
+        self._pieces, self._came = self._new(), False
 
     def take(self, task: int, piece: bytes) -> None:
         """Takes a piece; an error is one line in the log and never fails a job.
@@ -87,6 +95,10 @@ class Gathering:
             What to tell of it, in lines.
         """
         if not self._came:
+            if self._made and self._path is not None:
+                self._path.unlink(missing_ok=True)  # it is empty
+            if not self._jobs:
+                return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:
             return self._kept or ["the timeline is lost: no store keeps this run; give timeline= a path"]
@@ -130,8 +142,12 @@ def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering |
 
 
 def variables() -> dict[str, str | None]:
-    """What workers are told so that their agents send their timelines."""
-    return {} if _CURRENT.get() is None else {"FARANDOLE_TIMELINE": "GATHER"}
+    """What the workers of a job that begins are told so that their agents send their timelines."""
+    gathering = _CURRENT.get()
+    if gathering is None:
+        return {}
+    gathering.begin()
+    return {"FARANDOLE_TIMELINE": "GATHER"}
 
 
 def take(task: int, piece: bytes) -> None:

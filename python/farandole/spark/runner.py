@@ -155,6 +155,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     executable: str | None = None,
     resource_profile: ResourceProfile | None = None,
     store: Store | str | None = None,
+    timeline: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
     """Runs a function on Spark tasks whose number changes while it runs, and returns its results on the last ones.
 
@@ -182,6 +183,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         executable: As for `run`.
         resource_profile: As for `run`.
         store: As for `run`.
+        timeline: As for `run`: that of the last world.
         nics: Accepted for compatibility with Horovod, with a warning.
         min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
 
@@ -194,26 +196,27 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     """
     if nics:
         warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
-    return run_elastic_with(
-        fn,
-        args,
-        kwargs,
-        None,
-        num_proc=num_proc,
-        min_num_proc=_one_of("min_num_proc", min_num_proc, "min_np", min_np),
-        max_num_proc=_one_of("max_num_proc", max_num_proc, "max_np", max_np),
-        start_timeout=start_timeout,
-        elastic_timeout=elastic_timeout,
-        reset_limit=reset_limit,
-        env=env,
-        stdout=stdout,
-        stderr=stderr,
-        verbose=verbose,
-        prefix_output_with_timestamp=prefix_output_with_timestamp,
-        executable=executable,
-        resource_profile=resource_profile,
-        store=store,
-    )
+    with timelines.gathered(timeline):
+        return run_elastic_with(
+            fn,
+            args,
+            kwargs,
+            None,
+            num_proc=num_proc,
+            min_num_proc=_one_of("min_num_proc", min_num_proc, "min_np", min_np),
+            max_num_proc=_one_of("max_num_proc", max_num_proc, "max_np", max_np),
+            start_timeout=start_timeout,
+            elastic_timeout=elastic_timeout,
+            reset_limit=reset_limit,
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            verbose=verbose,
+            prefix_output_with_timestamp=prefix_output_with_timestamp,
+            executable=executable,
+            resource_profile=resource_profile,
+            store=store,
+        )
 
 
 def run_elastic_with(
@@ -315,7 +318,7 @@ class _Job:
         packed = (
             ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
         )
-        changes = _handed_on() | training.variables() | timelines.variables() | dict(self.env or {})
+        changes = _handed_on() | training.variables() | dict(self.env or {}) | timelines.variables()
         return Work(ticket, packed, changes, self.executable, self.output.streaming, limit, **more)
 
     @contextlib.contextmanager

@@ -168,7 +168,8 @@ class Training(Watcher):
         """
         if not self._all:
             return
-        self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
+        with contextlib.suppress(Exception):  # as in `record`
+            self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
         now = time.monotonic()
         if now - self._ranks_at >= _RANKS_EVERY:
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
@@ -181,6 +182,10 @@ class Training(Watcher):
         """
         if not self._all:
             return
+        with contextlib.suppress(Exception):  # a function may report anything
+            self._take(record)
+
+    def _take(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")
         if kind == "step":
             now = time.monotonic()

@@ -66,29 +66,42 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.place()?;
     let watching = Watching::open(&options, place.num_proc, surroundings)?;
+    let verbose = options.verbose;
+    let mut timeline = None;
+    let report = sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
+        timeline = gathering;
+        if options.is_elastic() {
+            elastic(options, place, surroundings, (&sink, &watching), &say)
+        } else {
+            fixed(options, place, surroundings, (&sink, &watching), &say)
+        }
+    });
+    watching.ended(&report);
+    if let Ok(report) = &report {
+        tell(report, verbose, &say);
+    }
+    if let Some(timeline) = timeline {
+        // A job does not fail because nobody can see where its time went; of one that failed, that may say why.
+        match timeline.merge() {
+            Ok(lines) => lines.iter().for_each(|line| say(line)),
+            Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
+        }
+    }
+    Ok(report?.exit_code())
+}
+
+/// What takes the records of a job, and what of it gathers the timeline.
+type Sinks = (Arc<dyn Sink>, Option<Arc<Gathering>>);
+
+/// What takes the records of a job: the console, the run viewer, and what gathers the timeline.
+fn sinks(options: &RunOptions, place: &Place, watching: &Watching) -> Result<Sinks> {
     let shown = watching.watch().and_then(|watch| watch.folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());
     let console = Console::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
     let sink = watching.before(Arc::new(console) as Arc<dyn Sink>);
     let timeline = options.timeline.as_deref().map(|path| Gathering::new(path, &sink)).transpose()?;
     let sink = timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn Sink>);
-    let verbose = options.verbose;
-    let report = if options.is_elastic() {
-        elastic(options, place, surroundings, (&sink, &watching), &say)
-    } else {
-        fixed(options, place, surroundings, (&sink, &watching), &say)
-    };
-    watching.ended(&report);
-    let report = report?;
-    tell(&report, verbose, &say);
-    if let Some(timeline) = timeline {
-        // A job does not fail because nobody can see where its time went.
-        match timeline.merge() {
-            Ok(lines) => lines.iter().for_each(|line| say(line)),
-            Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
-        }
-    }
-    Ok(report.exit_code())
+    Ok((sink, timeline))
 }
 
 /// Runs a job of a fixed number of processes.

@@ -252,7 +252,7 @@ mod tests {
     fn instead(listener: TcpListener) -> TcpListener {
         let address = listener.local_addr().unwrap();
         drop(listener);
-        thread::sleep(3 * PAUSE);
+        thread::sleep(OUTAGE);
         TcpListener::bind(address).unwrap()
     }
 

@@ -221,9 +221,11 @@ def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
     try:
         yield journal
     finally:
-        with contextlib.suppress(OSError):  # the training is over; what is missing is said at the end
-            timelines.keep(base.store.write)
-        journal.close()
+        try:
+            with contextlib.suppress(OSError):  # the training is over; what is missing is said at the end
+                timelines.keep(base.store.write)
+        finally:
+            journal.close()
 
 
 def _is_number(value: Any) -> bool:

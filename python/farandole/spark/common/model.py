@@ -148,7 +148,12 @@ class FarandoleModel(ModelParams, ClassParams, Model):
 
         Returns:
             Lines of text, which `print` shows.
+
+        Raises:
+            ValueError: there is no model.
         """
+        if self.getModel() is None:
+            raise ValueError("model is required")
         from farandole.spark.common import explained
 
         known = self.getSignature() or [{"columns": one} for one in self._inputs()]

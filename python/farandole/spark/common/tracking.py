@@ -165,9 +165,14 @@ class MlflowTracker(Tracker):
         """Starts the run and logs the parameters and the data sets."""
         if self._own:
             self._mlflow.start_run(run_name=self._name, **self._system_metrics())
-        self._mlflow.log_params(self._parameters)
-        for context, (url, rows) in self._data.items():
-            self._dataset(context, url, rows)
+        try:
+            self._mlflow.log_params(self._parameters)
+            for context, (url, rows) in self._data.items():
+                self._dataset(context, url, rows)
+        except BaseException:
+            if self._own:
+                self._mlflow.end_run(status="FAILED")  # else the next fit would take it for the user's run
+            raise
         return self
 
     def _system_metrics(self) -> dict[str, bool]:
@@ -188,7 +193,11 @@ class MlflowTracker(Tracker):
         except ImportError:
             return  # an old MLflow
         digest = hashlib.sha256(f"{url} {rows}".encode()).hexdigest()[:12]
-        dataset = MetaDataset(resolve_dataset_source(url), name=f"{rows} rows", digest=digest)
+        try:
+            source = resolve_dataset_source(url)
+        except Exception:  # noqa: BLE001 - MLflow knows fewer kinds of URLs than stores
+            return
+        dataset = MetaDataset(source, name=f"{rows} rows", digest=digest)
         self._mlflow.log_input(dataset, context=context)
 
     def report(self, record: dict[str, Any]) -> None:

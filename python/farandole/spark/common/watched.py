@@ -91,9 +91,11 @@ def watched(
         with telling(None, run, "run", journal=journal):
             yield None if local is None else str(Path(local) / OUTPUT)
     finally:
-        with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
-            timelines.keep(remote.write)
-        journal.close()
+        try:
+            with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
+                timelines.keep(remote.write)
+        finally:
+            journal.close()
 
 
 class Watch:

@@ -170,20 +170,26 @@ def layers(model: Any) -> list[Layer]:
     """
     made: list[Layer] = []
     seen: set[int] = set()
-    for name, one in _flat(model, ""):
-        own = [weight for weight in one.weights if id(weight) not in seen]
-        seen |= {id(weight) for weight in own}
-        trained = {id(weight) for weight in one.trainable_weights}
+    trained = {id(weight) for weight in model.trainable_weights}
+
+    def add(name: str, kind: str, form: str, weights: Sequence[Any]) -> None:
+        own = [weight for weight in weights if id(weight) not in seen]
+        seen.update(id(weight) for weight in own)
         made.append(
             Layer(
                 name=name,
-                kind=type(one).__name__,
-                form=_form(one),
+                kind=kind,
+                form=form,
                 parameters=sum(math.prod(weight.shape) for weight in own),
                 trained=sum(math.prod(weight.shape) for weight in own if id(weight) in trained),
                 size=sum(math.prod(weight.shape) * _width(weight.dtype) for weight in own),
             )
         )
+
+    for name, one in _flat(model, ""):
+        add(name, type(one).__name__, _form(one), one.weights)
+    if any(id(weight) not in seen for weight in model.weights):
+        add(model.name, type(model).__name__, "", model.weights)  # weights of models, and not of their layers
     return made
 
 

@@ -66,12 +66,13 @@ def export(
         )
     traced = _Model(deepcopy(model).cpu(), function, len(outputs)).eval()
     names = ["_".join(one["columns"]) for one in signature]
+    _refuse(names, outputs, signature)
     batch = tuple(_batch(one, _ROWS, _LENGTH) for one in signature)
     target = Path(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         made = Path(folder) / target.name
         _export(traced, batch, signature, names, outputs, made, opset)
-        _check(traced, _batches(signature, rows), names, made, tolerance)
+        _check(traced, signature, names, rows, made, tolerance)
         for part in sorted(Path(folder).iterdir(), key=lambda one: one == made):
             part.replace(target.parent / part.name)  # the file itself comes last, weights beside it first
 
@@ -97,8 +98,9 @@ def _export(
     path: Path,
     opset: int | None,
 ) -> None:
-    rows, length = torch.export.Dim("rows"), torch.export.Dim("length")
-    shapes = tuple({0: rows} | ({1: length} if one.get("ragged") else {}) for one in signature)
+    rows = torch.export.Dim("rows")
+    # Lengths of ragged inputs have no name in common: the exporter finds out which of them the model needs to be equal.
+    shapes = tuple({0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {}) for one in signature)
     options: dict[str, Any] = {} if opset is None else {"opset_version": opset}
     quiet = logging.getLogger("torch.onnx")
     level = quiet.level
@@ -127,39 +129,76 @@ def _export(
         quiet.setLevel(level)
 
 
+def _refuse(names: Sequence[str], outputs: Sequence[str], signature: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for what ONNX or its runtime does not have."""
+    every = [*names, *outputs]
+    twice = sorted({name for name in every if every.count(name) > 1})
+    if twice:
+        raise ValueError(f"inputs and outputs of an ONNX model need different names: {', '.join(twice)}")
+    for name, one in zip(names, signature, strict=True):
+        if one["dtype"] == "bfloat16":
+            raise ValueError(f"ONNX Runtime takes no bfloat16 input: {name}")
+
+
 def _check(
-    model: _Model, batches: Sequence[tuple[torch.Tensor, ...]], names: Sequence[str], path: Path, tolerance: float
+    model: _Model,
+    signature: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    rows: Sequence[torch.Tensor] | None,
+    path: Path,
+    tolerance: float,
 ) -> None:
+    try:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        taken = {one.name: one.shape for one in session.get_inputs()}  # without inputs that the model ignores
+        batch = _made_up(signature, names, taken) if rows is None else tuple(rows)
+        for part in (batch, tuple(one[:1] for one in batch)):
+            given = {name: one.numpy() for name, one in zip(names, part, strict=True) if name in taken}
+            found = cast("list[npt.NDArray[Any]]", session.run(None, given))
+            with torch.inference_mode():
+                wanted: list[npt.NDArray[Any]] = [one.numpy() for one in model(*part)]
+            for output, mine, its in zip(session.get_outputs(), wanted, found, strict=True):
+                _compare(output.name, mine, its, tolerance)
+    except _DiffersError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"ONNX Runtime cannot run the exported model: {reason[0] if reason else error!r}") from error
+
+
+class _DiffersError(ValueError):
+    """The exported model predicts something else."""
+
+
+def _compare(name: str, mine: npt.NDArray[Any], its: npt.NDArray[Any], tolerance: float) -> None:
     import numpy as np
-    import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    taken = {one.name for one in session.get_inputs()}  # an input that the model ignores is not in the file
-    for batch in batches:
-        given = {name: one.numpy() for name, one in zip(names, batch, strict=True) if name in taken}
-        found = cast("list[npt.NDArray[Any]]", session.run(None, given))
-        with torch.inference_mode():
-            wanted: list[npt.NDArray[Any]] = [one.numpy() for one in model(*batch)]
-        for output, (mine, its) in zip(session.get_outputs(), zip(wanted, found, strict=True), strict=True):
-            if mine.shape != its.shape:
-                raise ValueError(
-                    f"the ONNX model gives another shape for {output.name}: {list(its.shape)}, torch {list(mine.shape)}"
-                )
-            if not np.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
-                worst = float(np.nanmax(np.abs(mine.astype("float64") - its.astype("float64"))))
-                raise ValueError(
-                    f"the ONNX model does not predict what the model predicts: {output.name} differs by up to "
-                    f"{worst:.3g}, tolerance {tolerance:g}; nothing was written"
-                )
+    if mine.shape != its.shape:
+        raise _DiffersError(
+            f"the ONNX model gives another shape for {name}: {list(its.shape)}, torch {list(mine.shape)}"
+        )
+    if not np.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
+        worst = float(np.nanmax(np.abs(mine.astype("float64") - its.astype("float64"))))
+        raise _DiffersError(
+            f"the ONNX model does not predict what the model predicts: {name} differs by up to {worst:.3g}, tolerance "
+            f"{tolerance:g}; nothing was written"
+        )
 
 
-def _batches(
-    signature: Sequence[Mapping[str, Any]], rows: Sequence[torch.Tensor] | None
-) -> list[tuple[torch.Tensor, ...]]:
-    """What to check with: another number of rows than was traced, and one row."""
-    if rows is None:
-        rows = [_batch(one, _MORE_ROWS, _LENGTH + 2) for one in signature]
-    return [tuple(rows), tuple(one[:1] for one in rows)]
+def _made_up(
+    signature: Sequence[Mapping[str, Any]], names: Sequence[str], taken: Mapping[str, Sequence[Any]]
+) -> tuple[torch.Tensor, ...]:
+    """Another number of rows than was traced, and a length of its own for each length that may differ from others."""
+    symbols: list[Any] = []
+    batch: list[torch.Tensor] = []
+    for name, one in zip(names, signature, strict=True):
+        symbol = taken[name][1] if one.get("ragged") and name in taken else name
+        if symbol not in symbols:
+            symbols.append(symbol)
+        batch.append(_batch(one, _MORE_ROWS, _LENGTH + 2 * (1 + symbols.index(symbol))))
+    return tuple(batch)
 
 
 def _batch(one: Mapping[str, Any], rows: int, length: int) -> torch.Tensor:
