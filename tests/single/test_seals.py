@@ -39,7 +39,7 @@ def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path
     assert "no job of this run wrote it" in caplog.text
     (folder / "checkpoint").write_bytes(archive("a stranger's"))
     (folder / "checkpoint.previous").write_bytes(archive("a stranger's"))
-    with pytest.raises(ValueError, match="of this run"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         run.resume()
 
 
@@ -56,18 +56,18 @@ def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monk
     run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
     assert text_of(run_of(tmp_path).resume()) == "without"
     monkeypatch.setenv(seals.SECRET, "mine")
-    with pytest.raises(ValueError, match="of this run"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path).resume()
     monkeypatch.setenv(seals.SECRET, "another's")
     run_of(tmp_path, "other").write_checkpoint("checkpoint", archive("another's"))
     monkeypatch.setenv(seals.SECRET, "mine")
-    with pytest.raises(ValueError, match="of this run"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path, "other").resume()
     # A run's files under another run's name, too.
     run_of(tmp_path, "mine").write_checkpoint("checkpoint", archive("mine"))
     shutil.copytree(tmp_path / "runs" / "mine", tmp_path / "runs" / "copy")
     assert text_of(run_of(tmp_path, "mine").resume()) == "mine"
-    with pytest.raises(ValueError, match="of this run"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path, "copy").resume()
     assert "mine" not in repr(run_of(tmp_path, "x").seal_key or b"")
     assert "seal_key" not in repr(run_of(tmp_path, "x"))
@@ -131,5 +131,5 @@ def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     assert marker["run"] == "r"
     assert all("seal" in one for one in marker["checkpoints"]["checkpoint"])
     monkeypatch.setenv(seals.SECRET, "another's")
-    with pytest.raises(ValueError, match="of this run"):
+    with pytest.raises(ValueError, match="no usable checkpoint"):
         torch_fit(tmp_path, "r", 3)
