@@ -153,11 +153,11 @@ impl Writer {
     }
 
     fn end(&mut self, track: &Track, ts: u128, produced: Option<&Produced>) {
-        let place = self.place(track);
-        // It began before the timeline did.
-        if place.depth == 0 {
+        // It began before the timeline did, or its begin was lost.
+        if self.places.get(track).is_none_or(|place| place.depth == 0) {
             return;
         }
+        let place = self.place(track);
         place.depth -= 1;
         let pid = place.pid;
         let args = produced.map_or_else(String::new, arguments);
