@@ -211,7 +211,7 @@ def running(rows: int, rounds: int, module: str) -> Iterator[Run]:
 def measure_torch(rows: int, rounds: int, peers: bool) -> list[dict[str, Any]]:
     """PyTorch's rows of the table."""
     from farandole.spark.common import SparkBackend  # noqa: PLC0415
-    from farandole.spark.common.prepare import clear_training_cache  # noqa: PLC0415
+    from farandole.spark.common.data.prepare import clear_training_cache  # noqa: PLC0415
 
     with running(rows, rounds, "torch") as run:
         frame, table, scratch = run.frame, run.table, run.scratch

@@ -145,7 +145,7 @@ def on_spark(trials: int, kind: str) -> float:
     from pyspark.sql import SparkSession
 
     from farandole.spark.common.backend import SparkBackend
-    from farandole.spark.common.prepare import clear_training_cache
+    from farandole.spark.common.data.prepare import clear_training_cache
     from farandole.spark.common.store import LocalStore
     from farandole.spark.torch import TorchEstimator
 

@@ -92,7 +92,7 @@ impl Surroundings for Here {
     fn watch(&self, store: Option<&str>, name: &str, ranks: u32) -> Result<Arc<dyn Watch>, String> {
         Python::attach(|py| {
             let made = py
-                .import("farandole.spark.common.watched")
+                .import("farandole.runner.show.watched")
                 .and_then(|module| module.call_method1("Watch", (store, name, ranks)));
             let made = made.map_err(|error| error.to_string())?;
             Ok(Arc::new(Watched { object: made.unbind(), raised: Arc::clone(&self.meanwhile) })

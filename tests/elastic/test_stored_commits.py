@@ -24,7 +24,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch
 import farandole.torch as hvd
-from farandole.spark.common.remote_store import RemoteStore
+from farandole.stores.remote_store import RemoteStore
 
 write = RemoteStore.write_checkpoint
 

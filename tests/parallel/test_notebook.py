@@ -111,7 +111,7 @@ def test_a_kernel_has_warm_workers_and_shows_what_it_is_told_as_text_or_nothing(
     watched = client(nbformat.v4.new_notebook())
     with watched.setup_kernel():
         told = watched.cell("""
-            from farandole.spark.common.progress import progress
+            from farandole.spark.common.show.progress import progress
 
             import torch
             from farandole.runner import warm

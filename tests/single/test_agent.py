@@ -11,7 +11,7 @@ import pytest
 from farandole._native import launcher
 from farandole.runner import agent
 from farandole.runner.agent import Work, serve
-from farandole.spark.job import LEFT_ALONE
+from farandole.spark.job.agents import LEFT_ALONE
 
 
 def outcome(**told: object) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from farandole.spark.common.arrow import VECTOR, fill_of, rows, vectors
+from farandole.spark.common.model.arrow import VECTOR, fill_of, rows, vectors
 
 
 def test_numbers_and_booleans_become_one_axis():

@@ -21,8 +21,9 @@ import torch
 from tests.single.training import Here, fit, line, linear, weights, write
 
 from farandole._native import store as native
-from farandole.spark.common import LocalStore, durable
+from farandole.spark.common import LocalStore
 from farandole.spark.lightning import LightningEstimator
+from farandole.stores import durable
 
 pytestmark = pytest.mark.timeout(300)
 

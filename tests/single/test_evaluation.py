@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from farandole.spark.common import evaluation
-from farandole.spark.common.evaluation import ScoreCounts
+from farandole.spark.common.model import evaluation
+from farandole.spark.common.model.evaluation import ScoreCounts
 
 
 def counted(score, label, parts=1):

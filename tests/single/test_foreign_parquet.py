@@ -18,10 +18,10 @@ import pytest
 
 from farandole._native import reader
 from farandole.data import ParquetLoader, prepare_data
+from farandole.data.columns import Roles
 from farandole.data.datasets import linked, open_dataset
 from farandole.spark.common import LocalStore
-from farandole.spark.common.columns import Roles
-from farandole.spark.common.prepare import find_data
+from farandole.spark.common.data.prepare import find_data
 from farandole.spark.common.util import get_simple_meta_from_parquet
 
 

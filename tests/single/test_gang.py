@@ -15,7 +15,7 @@ from farandole.runner import gang
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Agents, Output, conduct
 from farandole.runner.outcome import Ending, results
-from farandole.spark import meeting
+from farandole.spark.job import meeting
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
 

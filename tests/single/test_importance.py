@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from farandole.spark.common import importance
-from farandole.spark.common.evaluation import sums
-from farandole.spark.common.importance import importances, permuted
+from farandole.spark.common.model import importance
+from farandole.spark.common.model.evaluation import sums
+from farandole.spark.common.model.importance import importances, permuted
 
 ROWS = 3000
 

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from farandole.runner.errors import FarandoleJobError
-from farandole.spark import training
-from farandole.spark.common import journal as journals
-from farandole.spark.common.journal import Journal
+from farandole.runner.show import journal as journals
+from farandole.runner.show import training
+from farandole.runner.show.journal import Journal
 from farandole.spark.common.store import LocalStore
 
 

@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from farandole.spark.common import notebook
-from farandole.spark.common.chart import thinned
+from farandole.spark.common.show import notebook
+from farandole.spark.common.show.chart import thinned
 
 
 def step(epoch, number, loss=0.5, epochs=4, steps=100):

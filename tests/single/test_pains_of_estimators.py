@@ -15,7 +15,7 @@ import torch
 from tests.single.training import Here, fit, line, linear, weights, write
 
 from farandole.spark.common import HDFSStore, LocalBackend, Store
-from farandole.spark.common.visibility import told_local
+from farandole.stores.visibility import told_local
 
 pytestmark = pytest.mark.timeout(300)
 SEEN = []

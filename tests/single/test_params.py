@@ -5,8 +5,8 @@
 import pytest
 import torch
 
+from farandole.data.columns import Column, check_sizes
 from farandole.spark.common import LocalBackend, LocalStore
-from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.torch import TorchEstimator, TorchModel
 
 

@@ -15,11 +15,11 @@ from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
-from farandole.spark.common.seals import MARKER
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
+from farandole.stores.seals import MARKER
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from farandole.spark.common import history, progress
+from farandole.runner.show import history
+from farandole.spark.common.show import progress
 
 ENTRY = {
     "epoch": 1,

@@ -12,8 +12,8 @@ import torch
 from tests.single.training import Here
 
 from farandole.data import Pad, ParquetLoader, prepare_data
+from farandole.data.ragged import Ragged
 from farandole.spark.common import LocalStore
-from farandole.spark.common.ragged import Ragged
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
 

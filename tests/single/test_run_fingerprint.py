@@ -17,9 +17,9 @@ import torch
 from tests.single.training import Here, estimator, line, linear, weights, write
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.digests import digest, short
-from farandole.spark.common.fingerprint import INITIAL, Fingerprint, Part
-from farandole.spark.common.runs import RunDiffersError
+from farandole.spark.common.runs.digests import digest, short
+from farandole.spark.common.runs.driver import RunDiffersError
+from farandole.spark.common.runs.fingerprint import INITIAL, Fingerprint, Part
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch.parts import parts_of
 
@@ -195,7 +195,7 @@ def test_a_lightning_module_counts_by_its_own_steps_and_numbers(data):
 
 SCRIPT = """
 import functools, numpy as np, torch
-from farandole.spark.common.digests import digest
+from farandole.spark.common.runs.digests import digest
 SCALE = 3
 def helper(x): return x * SCALE
 def loss(output, label, weight=0.5):  # a comment

@@ -15,12 +15,12 @@ from tests.single.training import estimator, line, linear, write
 
 from farandole.data import marks
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs import RunInUseError, alone
-from farandole.spark.spill import Spill
+from farandole.spark.common.runs.driver import RunInUseError, alone
+from farandole.spark.job.spill import Spill
 
 KILLED = """
 import os, sys
-from farandole.spark.spill import Spill
+from farandole.spark.job.spill import Spill
 spill = Spill.below(sys.argv[1])
 spill.put(b"left")
 os.kill(os.getpid(), 9)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.runner import scratch, warm
+from farandole.common import scratch
+from farandole.runner import warm
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
@@ -36,7 +37,7 @@ def files_below(place):
 
 HOLDS = """
 import sys
-from farandole.runner import scratch
+from farandole.common import scratch
 with scratch.directory() as folder:
     (folder / "model.keras").touch()
     print(folder, flush=True)
@@ -49,7 +50,7 @@ def test_a_killed_worker_leaves_no_directory(place):
         import os
         import signal
 
-        from farandole.runner import scratch
+        from farandole.common import scratch
 
         with scratch.directory() as folder:
             (folder / "model.keras").touch()

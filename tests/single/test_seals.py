@@ -12,7 +12,8 @@ from tests.single.test_checkpoint_safety import Recorder, archive, text_of, torc
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.spark.common import LocalStore, durable, seals
+from farandole.spark.common import LocalStore
+from farandole.stores import durable, seals
 
 pytestmark = pytest.mark.timeout(300)
 

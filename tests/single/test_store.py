@@ -153,9 +153,9 @@ def test_a_url_with_a_secret_is_refused_without_repeating_it(url):
 
 @pytest.mark.parametrize("answers", [(True, True), (False, False), OSError("501 Not Implemented")])
 def test_a_service_that_does_not_create_a_file_once_is_found_out_at_the_start(monkeypatch, answers):
-    from farandole.spark.common import store as module
+    from farandole._native import store as native
 
-    real, asked = module.native.Store, []
+    real, asked = native.Store, []
 
     class Service:
         def __init__(self, url):
@@ -173,7 +173,7 @@ def test_a_service_that_does_not_create_a_file_once_is_found_out_at_the_start(mo
 
     store = Store.create("memory://once/prefix")
     store.check_writable()
-    monkeypatch.setattr(module.native, "Store", Service)
+    monkeypatch.setattr(native, "Store", Service)
     with pytest.raises(OSError, match=r"memory://once/prefix cannot be asked .*If-None-Match"):
         store.check_writable()
     assert not real("memory://once/prefix").list(), "nothing is left"

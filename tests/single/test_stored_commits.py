@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.remote_store import RemoteStore
+from farandole.stores.remote_store import RemoteStore
 
 STEPS = 12
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from farandole.runner import timelines
-from farandole.spark.training import Training
+from farandole.runner.show.training import Training
 
 
 def test_a_job_that_never_began_leaves_no_file_and_says_nothing(tmp_path, capsys):

@@ -354,7 +354,7 @@ def test_two_ranks_train_like_one_with_twice_the_batch(data):
 
 
 def test_labels_are_cast_by_their_loss():
-    from farandole.spark.common.columns import Column
+    from farandole.data.columns import Column
 
     whole, real, vector = Column("a", "int32", ()), Column("b", "float64", ()), Column("c", "float64", (3,))
     for loss in (torch.nn.CrossEntropyLoss(), torch.nn.functional.nll_loss):

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.runs.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 
 PARAMETERS = {"batch_size": 8}
 

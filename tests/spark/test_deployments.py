@@ -160,7 +160,7 @@ print("left", [name for _, _, names in os.walk(folder + "/store") for name in na
 def test_what_is_too_large_for_a_message_of_connect_goes_ahead_of_it(server, tmp_path):
     body = """
 import torch
-from farandole.spark import ahead
+from farandole.spark.job import ahead
 from farandole.spark.torch import TorchModel
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 ballast = os.urandom(140 << 20)

@@ -16,7 +16,7 @@ from tests.spark.deployments import KILLS, drive
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.limits import elastic_limit
-from farandole.spark.decommission import own_executor
+from farandole.spark.job.decommission import own_executor
 from farandole.spark.runner import elastic_sizes
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.fingerprint import DECIDE, ELSEWHERE, LENGTH
+from farandole.spark.common.runs.fingerprint import DECIDE, ELSEWHERE, LENGTH
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -162,7 +162,9 @@ def test_every_default_is_known(kind):
 def test_every_parameter_decides_the_result_or_does_not(kind):
     for one in ESTIMATORS[kind]().params:
         homes = [table for table in (DECIDE, LENGTH, ELSEWHERE) if one.name in table]
-        assert len(homes) == 1, f"{one.name} belongs in one table of farandole.spark.common.fingerprint: {len(homes)}"
+        assert len(homes) == 1, (
+            f"{one.name} belongs in one table of farandole.spark.common.runs.fingerprint: {len(homes)}"
+        )
 
 
 def test_every_parameter_has_a_setter_that_returns_the_estimator_and_a_getter(kind):

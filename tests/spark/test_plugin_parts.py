@@ -11,11 +11,11 @@ import pytest
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output
+from farandole.runner.show import training
 from farandole.spark import shim as shims
-from farandole.spark import training
-from farandole.spark.common.meter import Meter
+from farandole.spark.common.show.meter import Meter
+from farandole.spark.job.reasons import Word
 from farandole.spark.shim import Shim
-from farandole.spark.word import Word
 
 
 class Door:

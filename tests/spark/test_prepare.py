@@ -17,9 +17,9 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as sf
 
+from farandole.data.columns import Roles
 from farandole.spark.common import LocalStore
-from farandole.spark.common.columns import Roles
-from farandole.spark.common.prepare import clear_training_cache, find_data, prepare_data
+from farandole.spark.common.data.prepare import clear_training_cache, find_data, prepare_data
 
 pytestmark = pytest.mark.timeout(180)
 ROLES = Roles(features=("x",), labels=("y",))
@@ -363,8 +363,8 @@ def test_data_read_from_files_is_found_by_another_session_and_goes_on_after_a_ki
     assert len(manifest["files"]) > 1
     # As a driver leaves it that is killed before the last partition: half of the marks, no manifest.
     from farandole.data import places
-    from farandole.spark.common import plan as plans
-    from farandole.spark.common import prepare
+    from farandole.spark.common.data import plan as plans
+    from farandole.spark.common.data import prepare
 
     kept, base = {}, plan()
     columns = base.select(*[base[name].alias(f"column{index}") for index, name in enumerate(("id", "y"))])
@@ -392,7 +392,7 @@ def ids_of(frame):
 
 
 def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, tmp_path):
-    from farandole.spark.common import plan
+    from farandole.spark.common.data import plan
 
     spark.range(10).write.parquet(f"{tmp_path}/rows")
     rows = spark.read.parquet(f"{tmp_path}/rows")

@@ -15,7 +15,7 @@ from tests.spark.deployments import PATIENCE, drive
 import farandole.spark
 from farandole.spark.common import LocalStore
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.spill import LIMIT, Spill
+from farandole.spark.job.spill import LIMIT, Spill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 

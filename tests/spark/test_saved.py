@@ -13,8 +13,8 @@ import torch
 from pyspark.ml import PipelineModel
 
 from farandole._native import store as native
-from farandole.spark.common import saved as module
-from farandole.spark.common.saved import Saved
+from farandole.spark.common.saving import saved as module
+from farandole.spark.common.saving.saved import Saved
 from farandole.spark.torch import TorchModel
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,12 +22,12 @@ from tests.single.training import Here
 
 from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
+from farandole.data.columns import Roles
 from farandole.data.sides import split_of
 from farandole.spark.common import LocalStore
-from farandole.spark.common import model as model_module
-from farandole.spark.common.columns import Roles
-from farandole.spark.common.model import FarandoleModel
-from farandole.spark.common.prepare import prepare_data
+from farandole.spark.common.data.prepare import prepare_data
+from farandole.spark.common.model import base as model_module
+from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator, TorchModel

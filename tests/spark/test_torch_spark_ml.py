@@ -18,7 +18,8 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as sf
 from tests.single.training import Here
 
-from farandole.spark.common import LocalBackend, LocalStore, ObjectStore, SparkBackend, places
+from farandole.spark.common import LocalBackend, LocalStore, ObjectStore, SparkBackend
+from farandole.spark.common.saving import places
 from farandole.spark.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.timeout(600)

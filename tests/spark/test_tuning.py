@@ -16,8 +16,8 @@ from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 
 import farandole.spark
-from farandole.spark.common import prepare
 from farandole.spark.common.backend import Backend, LocalBackend, SparkBackend
+from farandole.spark.common.data import prepare
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
 

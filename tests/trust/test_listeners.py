@@ -87,7 +87,7 @@ def keeps_what_it_is_told(store, rank, size):
 def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
     for name, value in SETTINGS[setting].items():
         monkeypatch.setenv(name, value)
-    from farandole.spark.common import backend
+    from farandole.runner import backend
 
     before, driver = sockets.listening(), set()
     conduct = backend.conduct

@@ -18,8 +18,9 @@ from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
 from tests.single.training import estimator, line, linear, write
 
 from farandole.data.prepare import prepare_data
-from farandole.spark.common import LocalStore, seals
+from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchModel
+from farandole.stores import seals
 
 pytestmark = [
     pytest.mark.timeout(300),

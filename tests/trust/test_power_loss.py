@@ -21,7 +21,8 @@ from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.test_data_prepare import arrays, write
 
 from farandole._native import store as native
-from farandole.spark.common import LocalStore, saved
+from farandole.spark.common import LocalStore
+from farandole.spark.common.saving import saved
 
 pytestmark = pytest.mark.timeout(300)
 SIZE = 48 << 20

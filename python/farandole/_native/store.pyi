@@ -66,7 +66,7 @@ class Store:
 
 @final
 class Layout:
-    """Names of data and runs below a store's prefix (see `farandole.spark.common.store`)."""
+    """Names of data and runs below a store's prefix (see `farandole.stores.store`)."""
 
     def __new__(
         cls,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.common.store import Store
+    from farandole.stores.store import Store
 
 _log = logging.getLogger("farandole")
 
@@ -38,7 +38,7 @@ class StoredCommits:
     """
 
     def __init__(self, store: Store | str, run_id: str, every: int) -> None:
-        from farandole.spark.common.store import Store  # noqa: PLC0415 - few states have a store
+        from farandole.stores.store import Store  # noqa: PLC0415 - few states have a store
 
         if every < 1:
             raise ValueError(f"every must be at least 1: {every}")

@@ -19,7 +19,7 @@ from farandole.common.notices import leave
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.spark.common.store import Store
+    from farandole.stores.store import Store
 
 _Result = TypeVar("_Result")
 

@@ -26,9 +26,9 @@ from farandole.data.media import Audio, Decode, Image
 from farandole.data.mixing import MixedLoader
 from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
+from farandole.data.ragged import Pad
 from farandole.data.statistics import Statistics, statistics_of
 from farandole.data.stream import StreamLoader
-from farandole.spark.common.ragged import Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",

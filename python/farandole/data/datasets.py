@@ -16,7 +16,7 @@ from farandole.data.tables import iceberg_files, iceberg_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.stores.store import AbstractFilesystemStore
 
 
 _ENDINGS = (".parquet", ".pq")

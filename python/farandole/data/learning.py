@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
+from farandole.data.encoding import Encoding, plain, source_of, sources_of
+from farandole.data.ragged import Ragged, element
 from farandole.data.tallies import Longest, Mean, Quantile, Values
-from farandole.spark.common.encoding import Encoding, plain, source_of, sources_of
-from farandole.spark.common.ragged import Ragged, element
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import pyarrow as pa
 
+    from farandole.data.columns import Roles
     from farandole.data.places import Place
     from farandole.data.sides import Split
     from farandole.data.sources import Source, Unit
-    from farandole.spark.common.columns import Roles
 
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""

@@ -134,7 +134,7 @@ class ParquetLoader(BaseDataLoader):
         elif not isinstance(path_or_dataset, Dataset):
             self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
         if storage_options and self._paths is not None:
-            from farandole.spark.common.store import StorageOptions  # noqa: PLC0415 - loaded with fsspec
+            from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
             StorageOptions((self._paths,) if isinstance(self._paths, str) else tuple(self._paths), storage_options)
         self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")

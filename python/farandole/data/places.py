@@ -32,7 +32,7 @@ from farandole.data.marks import Mark
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.stores.store import AbstractFilesystemStore
 
 MANIFEST = "_manifest.json"
 _PREPARATION = "_preparation.json"

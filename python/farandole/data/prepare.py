@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
 from farandole.data import places
+from farandole.data.columns import Column, Roles, check_present
+from farandole.data.encoding import sources_of
 from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
 from farandole.data.sides import split_of
 from farandole.data.sources import Source, Unit, open_source
 from farandole.data.sql import query
 from farandole.data.statistics import Statistics, kept_statistics
-from farandole.spark.common.columns import Column, Roles, check_present
-from farandole.spark.common.encoding import sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
-    from farandole.spark.common.encoding import Encoding
-    from farandole.spark.common.ragged import Pad, Ragged
-    from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.data.encoding import Encoding
+    from farandole.data.ragged import Pad, Ragged
+    from farandole.stores.store import AbstractFilesystemStore
 
 PART_BYTES = 128 << 20
 """Bytes in memory that become one partition, which is one file of each side."""
@@ -178,7 +178,7 @@ def prepare_data(
         ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
         OSError: The store refused; another try continues with what is missing.
     """
-    from farandole.spark.common.store import Store  # noqa: PLC0415 - loaded with fsspec
+    from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
 
     place = Store.create(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
     if sql is None:

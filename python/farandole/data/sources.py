@@ -188,7 +188,7 @@ def _filesystem(path: str) -> Any:
 
     if path.startswith("/"):
         return fs.LocalFileSystem()
-    from farandole.spark.common.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
+    from farandole.stores.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
 
     return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from farandole.common import basics
+from farandole.common import basics, scratch
 from farandole.common.elastic import leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
-from farandole.runner import scratch
 from farandole.torch.elastic.copies import copied
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState

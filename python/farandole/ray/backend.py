@@ -8,6 +8,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
+from farandole.common.check import at_least
 from farandole.ray.adapter import gpus
 from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, room
 from farandole.ray.drains import Drains
@@ -17,13 +18,12 @@ from farandole.ray.utils import needed
 from farandole.runner import environment, outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
+from farandole.runner.backend import Backend, elastic_bounds, elastic_registrar
 from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Agents, conduct, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
 from farandole.runner.streams import Streams
-from farandole.spark.common.backend import Backend, elastic_bounds, elastic_registrar
-from farandole.spark.common.check import at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

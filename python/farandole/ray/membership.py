@@ -120,7 +120,7 @@ class _Enlisted:
 
     def _serve(self, ticket: str, task: int) -> None:
         from farandole._native import launcher  # noqa: PLC0415 - starts its threads here
-        from farandole.runner import scratch  # noqa: PLC0415 - as above
+        from farandole.common import scratch  # noqa: PLC0415 - as above
 
         with scratch.directory() as folder:
             path = str(folder / "status")

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.check import at_least
 from farandole.ray.adapter import gpus
 from farandole.ray.backend import RayBackend, SpareActors
 from farandole.ray.trial import Packed, RankSession, with_session
 from farandole.ray.utils import needed
 from farandole.runner.gang import payload
-from farandole.spark.common.check import at_least
 from farandole.tuning.records import told
 
 if TYPE_CHECKING:

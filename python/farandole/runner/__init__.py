@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from farandole.runner.elastic.discovery import HostDiscovery
-    from farandole.spark.common.store import Store
+    from farandole.stores.store import Store
 
 
 def run(
@@ -122,7 +122,7 @@ def run(
     from farandole.runner import timelines  # noqa: PLC0415
     from farandole.runner.elastic.job import Elastic, ElasticBackend  # noqa: PLC0415
     from farandole.runner.hosts import HostsBackend, Reach  # noqa: PLC0415
-    from farandole.spark.common.watched import watched  # noqa: PLC0415
+    from farandole.runner.show.watched import watched  # noqa: PLC0415
 
     num_proc = _renamed("np", np, "num_proc", num_proc)
     elastic = Elastic(

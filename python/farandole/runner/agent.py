@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from farandole.runner import scratch
+from farandole.common import scratch
 from farandole.runner import warm as warm_workers
 from farandole.runner.outcome import Ending
 

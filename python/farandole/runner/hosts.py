@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farandole.runner.agent import environment
+from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Agents
 from farandole.runner.local import LocalAgents
 from farandole.runner.outcome import Ending
-from farandole.spark.common.backend import LocalBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

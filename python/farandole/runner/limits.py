@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Limits of a driver's waits for workers."""
+"""Limits of a job: how long a driver waits for workers, and how many there may be."""
 
 from __future__ import annotations
 
 import os
 from numbers import Real
 from typing import TYPE_CHECKING, Any
+
+from farandole.common.check import at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,3 +59,27 @@ def positive(name: str) -> Callable[[Any], float]:
         return float(value)
 
     return convert
+
+
+def elastic_sizes(
+    num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
+) -> tuple[int, int, int]:
+    """First, fewest and most workers of an elastic job.
+
+    Args:
+        num_proc: First, if given.
+        least: Fewest, if given.
+        most: Most, if given.
+        default: Says how many there are at first if nothing else does.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
+        if value is not None:
+            at_least(name, 1)(value)
+    first = num_proc if num_proc is not None else most if most is not None else max(default(), least or 1)
+    least, most = first if least is None else least, first if most is None else most
+    if not least <= first <= most:
+        raise ValueError(f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} does not")
+    return first, least, most

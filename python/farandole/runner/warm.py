@@ -17,16 +17,15 @@ import hashlib
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from farandole._native.launcher import ALLOCATOR
 from farandole.common.notebook import in_notebook
+from farandole.common.scratch import own_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -169,20 +168,6 @@ def in_search() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def own_folder() -> Path:
-    """A directory that only this user can look into.
-
-    Raises:
-        OSError: There is something else in its place.
-    """
-    folder = Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} is not this user's own directory")
-    return folder
 
 
 def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) -> str:

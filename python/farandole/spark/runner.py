@@ -10,25 +10,25 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole.common.check import at_least
 from farandole.runner import outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
 from farandole.runner.elastic import conduct as elastic
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output, conduct, payload
-from farandole.runner.limits import elastic_limit, start_limit
-from farandole.spark import ahead
-from farandole.spark.common.check import at_least
-from farandole.spark.decommission import Decommissions
-from farandole.spark.elastic import SparkCrew
-from farandole.spark.job import LEFT_ALONE, SparkAgents
-from farandole.spark.meeting import Meeting
-from farandole.spark.queue import queue
-from farandole.spark.session import Cluster
+from farandole.runner.limits import elastic_limit, elastic_sizes, start_limit
+from farandole.runner.show.training import Training, telling
+from farandole.spark.job import ahead
+from farandole.spark.job.agents import LEFT_ALONE, SparkAgents
+from farandole.spark.job.decommission import Decommissions
+from farandole.spark.job.elastic import SparkCrew
+from farandole.spark.job.meeting import Meeting
+from farandole.spark.job.queue import queue
+from farandole.spark.job.reasons import Word
+from farandole.spark.job.session import Cluster
+from farandole.spark.job.spill import Spill
 from farandole.spark.shim import Shim
-from farandole.spark.spill import Spill
-from farandole.spark.training import Training, telling
-from farandole.spark.word import Word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
     from farandole._native.registrar import Registrar
-    from farandole.spark.common.store import Store
+    from farandole.stores.store import Store
 
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
 GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
@@ -325,7 +325,8 @@ class _Job:
     def heard(self, tag: str, number: int, training: Training) -> Iterator[None]:
         """Hears what Spark says of the job while it runs, and explains its failure by that."""
         training.tagged(tag, number)
-        word = training.heard(Word(Shim.of(self.cluster.context), tag, training, self.output))
+        word = Word(Shim.of(self.cluster.context), tag, training, self.output)
+        training.asking(word.look)
         try:
             yield
         except FarandoleJobError as error:
@@ -347,24 +348,6 @@ def _turn(
         return
     with queue(cluster).started(number, output.say, start_timeout) as left:
         yield left
-
-
-def elastic_sizes(
-    num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
-) -> tuple[int, int, int]:
-    """First, fewest and most workers of an elastic job.
-
-    Raises:
-        ValueError: They contradict each other.
-    """
-    for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
-        if value is not None:
-            at_least(name, 1)(value)
-    first = num_proc if num_proc is not None else most if most is not None else max(default(), least or 1)
-    least, most = first if least is None else least, first if most is None else most
-    if not least <= first <= most:
-        raise ValueError(f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} does not")
-    return first, least, most
 
 
 def _one_of(name: str, value: int | None, old: str, given: int | None) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.backend import Backend, LocalBackend
+from farandole.runner.backend import Backend, LocalBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

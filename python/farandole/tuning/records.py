@@ -50,7 +50,7 @@ def told(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | No
     if record.get("kind") == KIND:
         return record["step"], record["metrics"]
     if record.get("kind") == "epoch" and "entry" in record:
-        from farandole.spark.common.history import flat  # noqa: PLC0415 - a search without estimators needs none
+        from farandole.runner.show.history import flat  # noqa: PLC0415 - a search without estimators needs none
 
         row = flat(record["entry"])
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farandole.runner.backend import Backend, LocalBackend
 from farandole.runner.slots import Slots
-from farandole.spark.common.backend import Backend, LocalBackend
 from farandole.tuning.records import told
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial, Trial
 
-    from farandole.spark.common.store import Store
+    from farandole.stores.store import Store
 
 
 def optimize(

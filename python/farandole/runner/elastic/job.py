@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import hearing, outcome, timelines
 from farandole.runner.agent import environment
+from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
-from farandole.spark import training
-from farandole.spark.common.backend import LocalBackend
+from farandole.runner.show import training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,28 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from farandole.spark.common.backend import Backend, LocalBackend, SparkBackend
-    from farandole.spark.common.store import (
-        AbstractFilesystemStore,
-        DBFSLocalStore,
-        FilesystemStore,
-        HDFSStore,
-        LocalStore,
-        ObjectStore,
-        Store,
-    )
+    from farandole.runner.backend import Backend, LocalBackend
+    from farandole.spark.common.backend import SparkBackend
+    from farandole.stores.databricks import DBFSLocalStore
+    from farandole.stores.services import HDFSStore, ObjectStore
+    from farandole.stores.store import AbstractFilesystemStore, FilesystemStore, LocalStore, Store
 
 _HOMES = {
-    "Backend": "backend",
-    "LocalBackend": "backend",
-    "SparkBackend": "backend",
-    "AbstractFilesystemStore": "store",
-    "DBFSLocalStore": "store",
-    "FilesystemStore": "store",
-    "HDFSStore": "store",
-    "LocalStore": "store",
-    "ObjectStore": "store",
-    "Store": "store",
+    "Backend": "farandole.runner.backend",
+    "LocalBackend": "farandole.runner.backend",
+    "SparkBackend": "farandole.spark.common.backend",
+    "AbstractFilesystemStore": "farandole.stores.store",
+    "DBFSLocalStore": "farandole.stores.databricks",
+    "FilesystemStore": "farandole.stores.store",
+    "HDFSStore": "farandole.stores.services",
+    "LocalStore": "farandole.stores.store",
+    "ObjectStore": "farandole.stores.services",
+    "Store": "farandole.stores.store",
 }
 
 __all__ = [
@@ -51,4 +46,4 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(home), name)

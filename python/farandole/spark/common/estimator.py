@@ -22,27 +22,28 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator
 
+from farandole.data.columns import Roles, check_present
 from farandole.data.learning import WORDS, Wish
 from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
+from farandole.runner.show.journal import recorded
+from farandole.runner.show.training import telling
 from farandole.runner.timelines import gathered
-from farandole.spark.common.backend import Backend, SparkBackend
-from farandole.spark.common.classes import ClassParams
-from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.copies import encoded
-from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
-from farandole.spark.common.finite import NotFiniteError
-from farandole.spark.common.journal import recorded
-from farandole.spark.common.model import FarandoleModel, check_columns, check_form
+from farandole.spark.common.backend import SparkBackend
+from farandole.spark.common.data.copies import encoded
+from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
+from farandole.spark.common.data.schema import check_types
+from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
+from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
-from farandole.spark.common.prepare import find_data, prepare_data, same_rows
-from farandole.spark.common.progress import Progress, progress
-from farandole.spark.common.runs import alone, begin, mapped, name_of
-from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
-from farandole.spark.common.visibility import executor_hosts, told_local
-from farandole.spark.session import Cluster
+from farandole.spark.common.runs.driver import alone, begin, mapped, name_of
+from farandole.spark.common.runs.fingerprint import LENGTH, Fingerprint, of_data, parameters
+from farandole.spark.common.runs.finite import NotFiniteError
+from farandole.spark.common.runs.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.show.progress import Progress, progress
+from farandole.spark.job.session import Cluster
 from farandole.spark.shim import Shim
-from farandole.spark.training import telling
+from farandole.stores.visibility import executor_hosts, told_local
 
 if TYPE_CHECKING:
     import os
@@ -53,8 +54,9 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.data.sides import Split
-    from farandole.spark.common.fingerprint import Part
-    from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Part
+    from farandole.stores.store import AbstractFilesystemStore
 
 
 class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.param import Param, Params
 
-from farandole.spark.common import check
+from farandole.common import check
+from farandole.spark.common import values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +64,8 @@ class EstimatorParams(Params):
 
     num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
     model = declare("model", "the model to train", check.anything)
-    backend = declare("backend", "where training processes run; not together with num_proc", check.backend)
-    store = declare("store", "place of prepared data, checkpoints and logs", check.store)
+    backend = declare("backend", "where training processes run; not together with num_proc", values.backend)
+    store = declare("store", "place of prepared data, checkpoints and logs", values.store)
     optimizer = declare("optimizer", "the optimizer, made over the model's parameters", check.anything)
     loss = declare("loss", "the loss, or a list of one per label column", check.anything)
     loss_weights = declare(
@@ -76,13 +77,13 @@ class EstimatorParams(Params):
     metrics = declare("metrics", "functions of (output, label), averaged over rows", check.callables("metrics"))
     feature_cols = declare(
         "feature_cols", "columns given to the model, one tensor each; a list in the list makes one tensor of several",
-        check.features,
+        values.features,
     )  # fmt: skip
     label_cols = declare("label_cols", "columns to compare with the outputs", check.names("label_cols"))
     validation = declare(
         "validation",
         "share of rows to hold out, or a column that is true or positive in held-out rows",
-        check.validation,
+        values.validation,
     )
     batch_size = declare("batch_size", "rows per step and process", check.at_least("batch_size", 1))
     val_batch_size = declare(
@@ -99,7 +100,7 @@ class EstimatorParams(Params):
         "largest number of prepared files per process",
         check.at_least("partitions_per_process", 1),
     )
-    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", check.run_id)
+    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", values.run_id)
     resume = declare(
         "resume", "auto: continue only with the same data, model and parameters; force: always",
         check.choice("resume", "auto", "force"),
@@ -120,7 +121,7 @@ class EstimatorParams(Params):
         check.at_least("backward_passes_per_step", 1),
     )
     gradient_compression = declare(
-        "gradient_compression", "compression of gradients between processes", check.compression
+        "gradient_compression", "compression of gradients between processes", values.compression
     )
     callbacks = declare("callbacks", "callbacks during the training", check.listed("callbacks"))
     continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
@@ -128,7 +129,7 @@ class EstimatorParams(Params):
     compress_sparse_cols = declare(
         "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
     )
-    fill = declare("fill", "replacement of nulls and NaN, for all columns or by column", check.fill)
+    fill = declare("fill", "replacement of nulls and NaN, for all columns or by column", values.fill)
     validation_stratify = declare(
         "validation_stratify", "column of classes: the share is held out of each", check.optional("validation_stratify")
     )
@@ -138,9 +139,9 @@ class EstimatorParams(Params):
     validation_time = declare(
         "validation_time", "column of times: the latest rows are held out", check.optional("validation_time")
     )
-    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", values.ragged)
     categories = declare(
-        "categories", "columns that become indices of categories, which are learned or given", check.categories
+        "categories", "columns that become indices of categories, which are learned or given", values.categories
     )
     allow_nan = declare("allow_nan", "accept NaN and infinities like other values", check.flag("allow_nan"))
     shuffle_buffer_size = declare(
@@ -152,7 +153,7 @@ class EstimatorParams(Params):
         check.function("transformation_fn"),
     )  # fmt: skip
     transformation_edit_fields = declare(
-        "transformation_edit_fields", "columns that transformation_fn changes or adds", check.edit_fields
+        "transformation_edit_fields", "columns that transformation_fn changes or adds", values.edit_fields
     )
     transformation_removed_fields = declare(
         "transformation_removed_fields", "columns that transformation_fn removes",
@@ -314,7 +315,7 @@ class ModelParams(Params):
 
     history = declare("history", "losses and metrics of each epoch", check.anything)
     model = declare("model", "the trained model", check.anything)
-    feature_columns = declare("feature_columns", "columns given to the model", check.features)
+    feature_columns = declare("feature_columns", "columns given to the model", values.features)
     label_columns = declare(
         "label_columns", "columns that were compared with the outputs", check.names("label_columns")
     )
@@ -324,11 +325,11 @@ class ModelParams(Params):
     batch_size = declare(
         "batch_size", "largest number of rows that are predicted at once", check.at_least("batch_size", 1)
     )
-    fill = declare("fill", "replacement of nulls and NaN", check.fill)
+    fill = declare("fill", "replacement of nulls and NaN", values.fill)
     verbose = declare("verbose", "0 shows no messages about predictions", check.at_least("verbose", 0))
     learned = declare("learned", "the values of fill that were learned, and their kind", check.anything)
-    categories = declare("categories", "categories of the columns that have some", check.categories)
-    ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
+    categories = declare("categories", "categories of the columns that have some", values.categories)
+    ragged = declare("ragged", "how lists of different lengths are padded, by column", values.ragged)
     signature = declare("signature", "columns, shape and type of each of the model's inputs", check.anything)
 
     setSignature, getSignature = accessors("signature")

@@ -13,9 +13,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common import check
-from farandole.spark.common.columns import Roles, check_present, check_types
-from farandole.spark.common.types import (
+from farandole.common import check
+from farandole.data.columns import Roles, check_present
+from farandole.spark.common import values
+from farandole.spark.common.data.schema import check_types
+from farandole.spark.common.data.types import (
     data_type_to_numpy,
     data_type_to_str,
     get_output_cols,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
-    from farandole.spark.common.store import AbstractFilesystemStore
+    from farandole.stores.store import AbstractFilesystemStore
 
 __all__ = [
     "check_shape_compatibility",
@@ -92,7 +94,7 @@ def prepare_data(
     Raises:
         ValueError: a column is missing or of no use, or a number is out of range.
     """
-    from farandole.spark.common import prepare
+    from farandole.spark.common.data import prepare
 
     check.at_least("num_processes", 1)(num_processes)
     check.at_least("partitions_per_process", 1)(partitions_per_process)
@@ -109,7 +111,7 @@ def prepare_data(
         roles,
         0,
         partitions_per_process,
-        fill=check.fill(fill),
+        fill=values.fill(fill),
         allow_nan=allow_nan,
         compress_sparse=compress_sparse,
     ) as prepared:
@@ -161,7 +163,7 @@ def _properties(
     import numpy as np
 
     from farandole._native import prepare as native
-    from farandole.spark.common.prepare import find_data
+    from farandole.spark.common.data.prepare import find_data
 
     found = find_data(store, roles, idx)
     metadata = {
@@ -184,7 +186,7 @@ def _properties(
 
 def clear_training_cache() -> None:
     """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place."""
-    from farandole.spark.common import prepare
+    from farandole.spark.common.data import prepare
 
     _PROPERTIES.clear()
     prepare.clear_training_cache()
@@ -203,7 +205,7 @@ def check_validation(validation: Any, df: DataFrame | None = None) -> None:
     if validation is None:
         return
     try:
-        value = check.validation(validation)
+        value = values.validation(validation)
     except TypeError as error:
         raise ValueError(str(error)) from None
     if isinstance(value, str) and df is not None and value not in df.columns:

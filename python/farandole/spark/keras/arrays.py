@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.common.columns import Column, row_shape
+from farandole.data.columns import Column, row_shape
 from farandole.spark.keras.job import Input, Label, Shape
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from farandole.spark.keras.objects import custom_objects
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from farandole.spark.common.columns import Column
+    from farandole.data.columns import Column
     from farandole.spark.keras.job import Label
 
 
@@ -52,7 +52,7 @@ _FORMS = {
 
 
 def form_of(loss: Any) -> str | None:
-    """The form of a model's output that a loss of Keras takes, see `farandole.spark.common.classes`.
+    """The form of a model's output that a loss of Keras takes, see `farandole.spark.common.model.classes`.
 
     Args:
         loss: a loss, its name, or a list of one; of one's own it tells nothing.

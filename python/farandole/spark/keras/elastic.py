@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole.keras import elastic
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 from farandole.spark.keras.scores import put_metrics, summed_metrics
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.common.columns import Column, check_sizes
+from farandole.data.columns import Column, check_sizes
+from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.data.source import sample
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
-from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, missing_of, transformation_of
-from farandole.spark.common.source import sample
+from farandole.spark.common.model.explained import signature
+from farandole.spark.common.model.outputs import Output
 from farandole.spark.keras import compiled, payload
 from farandole.spark.keras.arrays import inputs_of, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.backend import Backend
-    from farandole.spark.common.fingerprint import Fingerprint, Part
-    from farandole.spark.common.progress import Progress
-    from farandole.spark.common.store import Store
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint, Part
+    from farandole.spark.common.show.progress import Progress
     from farandole.spark.keras.compiled import Compiled
     from farandole.spark.keras.job import Trained
+    from farandole.stores.store import Store
 
 _QUIET_TENSORFLOW = "2"
 

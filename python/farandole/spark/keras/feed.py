@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.spark.common.source import Rows, Source
+    from farandole.spark.common.data.source import Rows, Source
     from farandole.spark.keras.job import Job
 
 

@@ -15,14 +15,14 @@ from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.common import pickling
-from farandole.spark.ahead import sent
-from farandole.spark.common import check
-from farandole.spark.common.explained import Layer
-from farandole.spark.common.history import entries
-from farandole.spark.common.model import FarandoleModel
-from farandole.spark.common.outputs import Output
-from farandole.spark.common.outputs import outputs as outputs_param
+from farandole.runner.show.history import entries
+from farandole.spark.common import values
+from farandole.spark.common.model.base import FarandoleModel
+from farandole.spark.common.model.explained import Layer
+from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
+from farandole.spark.job.ahead import sent
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects
 from farandole.spark.keras.predict import Predictor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import DataFrame
 
-    from farandole.spark.common.history import Entry
+    from farandole.runner.show.history import Entry
     from farandole.spark.keras.persistence import KerasModelReader, KerasModelWriter
 
 _PLAIN = {"bfloat16": "float16"}
@@ -80,7 +80,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             `"log_probabilities"`; default: the form that its loss takes, if it is known.
     """
 
-    feature_columns = declare("feature_columns", "columns given to the model", check.features)
+    feature_columns = declare("feature_columns", "columns given to the model", values.features)
     custom_objects = declare("custom_objects", "classes and functions by name", dict)
     outputs = declare("outputs", "size and label type of each output", outputs_param)
 

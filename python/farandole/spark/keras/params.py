@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farandole.spark.common import check
+from farandole.common import check
 from farandole.spark.common.params import EstimatorParams, accessors, declare
 
 _ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}

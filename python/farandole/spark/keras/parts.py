@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from farandole.spark.common.digests import arrays, class_name, digest, short
-from farandole.spark.common.fingerprint import INITIAL, Part
+from farandole.spark.common.runs.digests import arrays, class_name, digest, short
+from farandole.spark.common.runs.fingerprint import INITIAL, Part
 from farandole.spark.keras.compiled import compile_arguments
 
 _ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module", "registered_name", "shared_object_id"})

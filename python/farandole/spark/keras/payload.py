@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 from keras.src.saving import serialization_lib
 
-from farandole.runner import scratch
+from farandole.common import scratch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

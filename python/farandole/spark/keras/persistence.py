@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from farandole.common import pickling
-from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
+from farandole.spark.common.model.outputs import describe
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects, dumps, travelling
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.ahead import Ahead, arrived
-from farandole.spark.common.encoding import Encoding
+from farandole.data.encoding import Encoding
+from farandole.spark.job.ahead import Ahead, arrived
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from farandole.spark.common.classes import Added
+    from farandole.spark.common.model.classes import Added
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -70,7 +70,7 @@ class Predictor:
         """
         import pyarrow as pa
 
-        from farandole.spark.common.outputs import column_of
+        from farandole.spark.common.model.outputs import column_of
 
         for batch in batches:
             found = self.outputs(batch)
@@ -126,8 +126,8 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.spark.common.arrow import features
-        from farandole.spark.common.columns import Column
+        from farandole.data.columns import Column
+        from farandole.spark.common.model.arrow import features
         from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
         from farandole.spark.keras.job import Shape
 

@@ -18,10 +18,10 @@ import keras
 import numpy as np
 
 from farandole._keras.callbacks import in_step
+from farandole.runner.show.history import entries
 from farandole.spark import task
-from farandole.spark.common.events import scalars
-from farandole.spark.common.history import entries
-from farandole.spark.common.meter import Meter
+from farandole.spark.common.show.events import scalars
+from farandole.spark.common.show.meter import Meter
 from farandole.spark.keras import payload
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import farandole.numpy as arrays
 from farandole._keras.callbacks import in_step
 from farandole._keras.values import as_array
 from farandole.common import basics
-from farandole.spark.common.finite import check
+from farandole.spark.common.runs.finite import check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

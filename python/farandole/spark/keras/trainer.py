@@ -22,12 +22,11 @@ import farandole.keras as hvd
 import farandole.numpy as arrays
 from farandole._keras.callbacks import LearningRateScheduleCallback
 from farandole._keras.values import as_array, broadcast_variables
-from farandole.common import basics
+from farandole.common import basics, scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
-from farandole.runner import scratch
 from farandole.spark import task
-from farandole.spark.common.source import Place, Source
+from farandole.spark.common.data.source import Place, Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.lightning.elastic import LightningState
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 
 if TYPE_CHECKING:
     import torch

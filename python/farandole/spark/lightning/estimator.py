@@ -14,14 +14,14 @@ import torch
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.common.columns import check_sizes
+from farandole.data.columns import check_sizes
+from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.datamodule import check_data_module
-from farandole.spark.common.digests import class_name
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
-from farandole.spark.common.fingerprint import Part
-from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.model.explained import signature
+from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.runs.digests import class_name
+from farandole.spark.common.runs.fingerprint import Part
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.backend import Backend
-    from farandole.spark.common.fingerprint import Fingerprint
-    from farandole.spark.common.persistence import ParamsReader, ParamsWriter
-    from farandole.spark.common.progress import Progress
-    from farandole.spark.common.store import Store
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint
+    from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
+    from farandole.spark.common.show.progress import Progress
     from farandole.spark.torch.job import Trained
+    from farandole.stores.store import Store
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Any
 
-from farandole.spark.common import check
+from farandole.common import check
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.torch.params import TorchParams
 

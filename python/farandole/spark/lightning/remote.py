@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.common import scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
-from farandole.runner import scratch
-from farandole.spark.common.consent import VARIABLE, PickleNotAllowedError, given
 from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
 from farandole.spark.torch.setup import agree_on_device, device_of, module_steps, prepare_process, sources
+from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,10 +18,10 @@ import torch
 import farandole.torch as hvd
 from farandole.numpy.plain import allgather_plain
 from farandole.spark import task
-from farandole.spark.common.consent import given
-from farandole.spark.common.events import scalars
-from farandole.spark.common.finite import check
-from farandole.spark.common.meter import Meter
+from farandole.spark.common.runs.finite import check
+from farandole.spark.common.show.events import scalars
+from farandole.spark.common.show.meter import Meter
+from farandole.stores.consent import given
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tens
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.common.source import Rows
+    from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Job
     from farandole.spark.torch.steps import Stepper
 

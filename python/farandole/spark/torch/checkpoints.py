@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
 from farandole.numpy.plain import broadcast_plain
-from farandole.spark.common.consent import PickleNotAllowedError
-from farandole.spark.common.events import scalars
+from farandole.spark.common.show.events import scalars
 from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
+from farandole.stores.consent import PickleNotAllowedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
 from farandole.common.notices import is_elastic
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,13 +12,13 @@ import torch
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.common.columns import check_sizes
+from farandole.data.columns import check_sizes
+from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
-from farandole.spark.common.fingerprint import Part
-from farandole.spark.common.outputs import Output
-from farandole.spark.common.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.model.explained import signature
+from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.runs.fingerprint import Part
 from farandole.spark.torch import callbacks, mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, form_of, weighted
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.backend import Backend
-    from farandole.spark.common.fingerprint import Fingerprint
-    from farandole.spark.common.persistence import ParamsReader, ParamsWriter
-    from farandole.spark.common.progress import Progress
-    from farandole.spark.common.store import Store
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint
+    from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
+    from farandole.spark.common.show.progress import Progress
+    from farandole.stores.store import Store
 
 
 class TorchEstimatorParamsWritable(MLWritable):

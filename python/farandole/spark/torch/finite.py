@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from farandole.spark.common.finite import check
+from farandole.spark.common.runs.finite import check
 
 _SECONDS = 0.2
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.spark.common.reading import paths_of
+from farandole.spark.common.data.reading import paths_of
 
 if TYPE_CHECKING:
-    from farandole.spark.common.columns import Column
-    from farandole.spark.common.reading import Data
-    from farandole.spark.common.stopping import EarlyStopping, Monitor
-    from farandole.spark.common.store import RemoteStore
+    from farandole.data.columns import Column
+    from farandole.spark.common.data.reading import Data
+    from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
     from farandole.spark.torch.params import TorchParams
+    from farandole.stores.remote_store import RemoteStore
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.spark.common.columns import Column
+    from farandole.data.columns import Column
     from farandole.spark.torch.job import Objects
 
 _INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -45,7 +45,7 @@ _FORMS: dict[str, tuple[Any, ...]] = {
 
 
 def form_of(loss: Any) -> str | None:
-    """The form of a model's output that a loss of torch takes, see `farandole.spark.common.classes`.
+    """The form of a model's output that a loss of torch takes, see `farandole.spark.common.model.classes`.
 
     Args:
         loss: of any kind; of one's own it tells nothing.

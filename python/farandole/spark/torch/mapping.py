@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import prepare as native
-from farandole.spark.common.columns import Column, row_shape
-from farandole.spark.common.source import sample
-from farandole.spark.common.tracking import Example
+from farandole.data.columns import Column, row_shape
+from farandole.spark.common.data.source import sample
+from farandole.spark.common.runs.tracking import Example
 from farandole.spark.torch.batches import told_classes
 from farandole.spark.torch.losses import label_dtype, shaped, takes_indices
 from farandole.spark.torch.scores import Scores
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.source import Missing
+    from farandole.spark.common.data.source import Missing
     from farandole.spark.torch.job import Input, Job, Label, Objects
 
 _ROWS = 2

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.spark.ahead import sent
-from farandole.spark.common import check
-from farandole.spark.common.explained import Layer
-from farandole.spark.common.model import FarandoleModel
-from farandole.spark.common.outputs import Output, numbered
-from farandole.spark.common.outputs import outputs as outputs_param
+from farandole.common import check
+from farandole.spark.common.model.base import FarandoleModel
+from farandole.spark.common.model.explained import Layer
+from farandole.spark.common.model.outputs import Output, numbered
+from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
+from farandole.spark.job.ahead import sent
 from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
 
@@ -196,7 +196,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         """The first rows of a DataFrame, as the model takes them."""
         import pyarrow as pa
 
-        from farandole.spark.session import Cluster
+        from farandole.spark.job.session import Cluster
 
         self._check_columns(rows)
         some = numbered(rows).limit(_CHECKED)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from farandole.common import check
 from farandole.runner.limits import positive
-from farandole.spark.common import check
 from farandole.spark.common.params import EstimatorParams, accessors, declare
-from farandole.spark.common.stopping import EarlyStopping, Monitor
+from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
 from farandole.spark.torch.tensors import DTYPES
 
 

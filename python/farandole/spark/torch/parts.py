@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.digests import arrays, class_name, digest, module, optimizer
-from farandole.spark.common.fingerprint import INITIAL, Part
+from farandole.spark.common.runs.digests import arrays, class_name, digest, module, optimizer
+from farandole.spark.common.runs.fingerprint import INITIAL, Part
 
 if TYPE_CHECKING:
     import torch

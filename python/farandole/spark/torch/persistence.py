@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.common import pickling
-from farandole.spark.common.outputs import describe
-from farandole.spark.common.persistence import ParamsReader, ParamsWriter, is_plain
+from farandole.spark.common.model.outputs import describe
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.torch import payload, tensorfile
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.ahead import Ahead, arrived
-from farandole.spark.common.encoding import Encoding
+from farandole.data.encoding import Encoding
+from farandole.spark.job.ahead import Ahead, arrived
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from farandole.spark.common.classes import Added
+    from farandole.spark.common.model.classes import Added
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class Predictor:
         """
         import pyarrow as pa
 
-        from farandole.spark.common.outputs import column_of
+        from farandole.spark.common.model.outputs import column_of
 
         for batch in batches:
             found = self.outputs(batch)
@@ -133,7 +133,7 @@ class Predictor:
         """
         import torch
 
-        from farandole.spark.common.arrow import features
+        from farandole.spark.common.model.arrow import features
 
         names = [name for group in self.features for name in group]
         columns = {
@@ -173,7 +173,7 @@ class Predictor:
     def _input(self, columns: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         import torch
 
-        from farandole.spark.common.columns import row_shape
+        from farandole.data.columns import row_shape
         from farandole.spark.torch.job import Input
         from farandole.spark.torch.tensors import input_tensor
 

@@ -16,7 +16,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
-from farandole.spark.common.source import Place
+from farandole.spark.common.data.source import Place
 from farandole.spark.torch import payload
 from farandole.spark.torch.batches import Batches, UserMinibatch
 from farandole.spark.torch.callbacks import Callbacks, TrainingState
@@ -29,7 +29,7 @@ from farandole.spark.torch.setup import agree_on_device, device_of, on_device, p
 from farandole.spark.torch.steps import Stepper
 
 if TYPE_CHECKING:
-    from farandole.spark.common.source import Rows
+    from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Job, Objects, Trained
     from farandole.spark.torch.setup import Batched
 

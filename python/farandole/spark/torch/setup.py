@@ -17,7 +17,7 @@ from farandole.spark.torch import compiler
 from farandole.spark.torch.source import ModuleSource, TensorSource
 
 if TYPE_CHECKING:
-    from farandole.spark.common.reading import Data
+    from farandole.spark.common.data.reading import Data
     from farandole.spark.torch.job import Job, Loop
 
 Batched = TensorSource | ModuleSource

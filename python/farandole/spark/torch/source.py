@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from farandole.spark.common.source import Place, Rows, Source
+from farandole.spark.common.data.source import Place, Rows, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping

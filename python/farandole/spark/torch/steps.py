@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.meter import Meter
+from farandole.spark.common.show.meter import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

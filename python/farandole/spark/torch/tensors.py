@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.columns import row_shape
+from farandole.data.columns import row_shape
 from farandole.spark.torch.job import Input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole.data.columns import Column
     from farandole.data.prepare import PreparedData
-    from farandole.spark.common.columns import Column
-    from farandole.spark.common.source import Rows
+    from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Label
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Temporary directories that are removed after their process has ended, even if it was killed.
+
+An agent opens a directory for its worker and removes it when the worker has ended, also if the worker was killed. If
+the agent itself is killed, its directory is removed when the same user opens the next one on this host. A process holds
+a lock on its directory, and the kernel releases the lock when the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VARIABLE: Final = "FARANDOLE_SCRATCH"
+"""Variable that tells a worker of its agent's directory."""
+
+_PREFIX: Final = "work-"
+_TRIES: Final = 100
+
+
+@contextlib.contextmanager
+def directory() -> Iterator[Path]:
+    """An empty directory: in a worker inside its agent's, elsewhere one of this process's own."""
+    given = os.environ.get(VARIABLE)
+    if given is None or not Path(given).is_dir():
+        with opened() as made:
+            yield made
+        return
+    with tempfile.TemporaryDirectory(dir=given, ignore_cleanup_errors=True) as inside:
+        yield Path(inside)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Path]:
+    """An empty directory of this process's own; first removes those whose processes are gone."""
+    held = _held()
+    if held is None:
+        with tempfile.TemporaryDirectory(prefix="farandole-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    path, lock = held
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep(folder: Path) -> None:
+    """Removes the directories that nobody holds.
+
+    Args:
+        folder: Where they are.
+    """
+    for path in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = _lock(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def own_folder() -> Path:
+    """A directory that only this user can look into.
+
+    Raises:
+        OSError: There is something else in its place.
+    """
+    folder = Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} is not this user's own directory")
+    return folder
+
+
+def _held() -> tuple[Path, int] | None:
+    """A new directory and the descriptor that holds it; `None` where there is no place for one or no locks."""
+    try:
+        folder = own_folder()
+        sweep(folder)
+        for _ in range(_TRIES):
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+            try:
+                lock = _lock(path)
+            except FileNotFoundError:  # another process swept it before it was held
+                continue
+            except OSError:
+                path.rmdir()  # which nobody could sweep
+                raise
+            if lock is not None:
+                return path, lock
+    except OSError:
+        pass
+    return None
+
+
+def _lock(path: Path) -> int | None:
+    """Holds a directory; `None` when another process does, or it was removed meanwhile."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.is_dir():
+            return lock
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None

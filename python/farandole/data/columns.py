@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The columns of a fit, and checks that data has them in a usable form."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from farandole.data.encoding import SUFFIX, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of prepared data: NumPy's name of its element, and the shape of one row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The role of each column."""
+
+    features: tuple[str, ...]
+    labels: tuple[str, ...]
+    weight: str | None = None
+    validation: float | str | None = None
+
+    @property
+    def kept(self) -> list[str]:
+        """Columns that prepared data holds, each once."""
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*self.features, *self.labels, *weight]))
+
+    @property
+    def selected(self) -> list[str]:
+        """Columns that are read from the DataFrame."""
+        return [*self.kept, self.validation] if isinstance(self.validation, str) else self.kept
+
+    def described(self) -> list[tuple[str, str]]:
+        """Every column with what it is for, in the words of messages."""
+        pairs = [("feature column", name) for name in self.features]
+        pairs += [("label column", name) for name in self.labels]
+        if self.weight is not None:
+            pairs.append(("sample weight column", self.weight))
+        if isinstance(self.validation, str):
+            pairs.append(("validation column", self.validation))
+        return pairs
+
+
+def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
+    """Refuses columns that are missing or ambiguous.
+
+    Args:
+        roles: the columns asked for.
+        present: the columns there are.
+        where: what was searched, in the words of messages.
+
+    Raises:
+        ValueError: naming the column and what might have been meant.
+    """
+    for role, given in roles.described():
+        name = source_of(given, present)
+        if name != given and role != "feature column":
+            raise ValueError(
+                f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} is missing"
+            )
+        if name not in present:
+            name = name.removesuffix(SUFFIX)
+            same = [one for one in present if one.lower() == name.lower()]
+            close = same or difflib.get_close_matches(name, present, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{role} {name!r} is not in the {where}{hint} columns: {', '.join(present)}")
+        if list(present).count(name) > 1:
+            raise ValueError(f"{role} {name!r} is ambiguous, the {where} has several columns of that name")
+    if isinstance(roles.validation, str) and roles.validation in roles.kept:
+        raise ValueError(f"validation column {roles.validation!r} is also a feature, label or weight column")
+
+
+def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """The shape of one row, from a shape as users write it.
+
+    Args:
+        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open by -1.
+        size: elements in one row.
+
+    Returns:
+        The shape without rows, nothing left open; its sizes need not multiply to `size`.
+    """
+    lengths = tuple(shape[1:] if shape and shape[0] == -1 else shape)
+    known = math.prod(length for length in lengths if length != -1)
+    return tuple(size // known if length == -1 else length for length in lengths)
+
+
+def check_sizes(
+    columns: dict[str, Column],
+    groups: Sequence[str | Sequence[str]],
+    shapes: Sequence[Sequence[int]] | None,
+    role: str,
+) -> None:
+    """Refuses shapes that do not fit their columns.
+
+    Args:
+        columns: what prepared data holds.
+        groups: the columns that get the shapes, one or several side by side for each.
+        shapes: one shape per group.
+        role: what the columns are, in the words of messages.
+
+    Raises:
+        ValueError: naming the column, its size and the shape.
+    """
+    if shapes is None:
+        return
+    if len(shapes) != len(groups):
+        raise ValueError(f"{role} column count {len(groups)} must equal the count of {role} shapes {len(shapes)}")
+    for group, shape in zip(groups, shapes, strict=True):
+        names = [group] if isinstance(group, str) else list(group)
+        size = sum(columns[name].size for name in names)
+        if math.prod(row_shape(shape, size)) != size:
+            told = f"column {names[0]!r}" if len(names) == 1 else f"columns {', '.join(map(repr, names))}"
+            raise ValueError(f"{role} {told} with size {size} does not fit shape {list(shape)}")

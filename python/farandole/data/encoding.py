@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The encoding of categories and missing values, which is the same in preparation, in a loader and in `transform`.
+
+A column of categories becomes int32 indices: 0 for a missing value, 1 for an unknown value, and 2 and higher for the
+categories in their order. A label of categories becomes the index of its class, from 0 on. If the rows have no column
+`age__missing`, a feature of that name is true in rows in which `age` is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from farandole.data.ragged import Ragged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import pyarrow as pa
+
+    from farandole.data.sides import Sides
+
+SIDE = "__validation"
+"""Column by which the native writer is told the side of each row."""
+MISSING = 0
+"""Index of a missing value in a column of categories."""
+UNSEEN = 1
+"""Index of a value that is not among the categories."""
+FIRST = 2
+"""Index of the first category."""
+SUFFIX = "__missing"
+
+
+def source_of(name: str, present: Iterable[str]) -> str:
+    """The column that a column is made of: `age` for `age__missing`, and for every other one itself.
+
+    Args:
+        name: Of a feature.
+        present: Columns that the rows have.
+    """
+    base = name.removesuffix(SUFFIX)
+    return base if base != name and name not in present and base in present else name
+
+
+def sources_of(names: Iterable[str], present: Iterable[str]) -> list[str]:
+    """The columns to read for some others, each once.
+
+    Args:
+        names: Of columns, some of which may say where others are missing.
+        present: Columns that the rows have.
+    """
+    known = set(present)
+    return list(dict.fromkeys(source_of(name, known) for name in names))
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Categories and values for what is missing, all of them known."""
+
+    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    """Values by column; `"*"` stands for all others."""
+    labels: frozenset[str] = frozenset()
+    """Labels, whose categories are classes."""
+    learned: Mapping[str, str] = field(default_factory=dict)
+    """Which values were learned, and as what: `{"age": "mean"}`."""
+    sides: Sides | None = field(default=None, compare=False)
+    """Which rows are for validation, if more than a share or a column says so; it is not kept with the data."""
+    ragged: Mapping[str, Ragged] = field(default_factory=dict)
+    """How lists of different lengths are stored and padded."""
+
+    @classmethod
+    def of_model(
+        cls,
+        categories: Mapping[str, Sequence[Any]] | None,
+        fill: Any,
+        learned: Mapping[str, str] | None = None,
+        ragged: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The encoding in a fitted model.
+
+        Args:
+            categories: By column.
+            fill: A value for all columns, or values by column.
+            learned: Which of them were learned, and as what.
+            ragged: How lists of different lengths are padded, by column.
+        """
+        filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
+        lists = {name: Ragged.of(one) for name, one in (ragged or {}).items()}
+        return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
+
+    def to_json(self) -> str:
+        """As text for a file."""
+        categories = {name: list(values) for name, values in self.categories.items()}
+        told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
+        ragged = {name: asdict(one) for name, one in self.ragged.items()}
+        return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> Self:
+        """The inverse of `to_json`.
+
+        Args:
+            text: Of the file.
+        """
+        told = json.loads(text)
+        ragged = {name: Ragged.of(one) for name, one in told.get("ragged", {}).items()}
+        return cls(told["categories"], told["fill"], frozenset(told["labels"]), told["learned"], ragged=ragged)
+
+    @property
+    def plain_fill(self) -> dict[str, Any]:
+        """Values for columns that stay what they are."""
+        return {name: value for name, value in self.fill.items() if name not in self.categories}
+
+    def encode(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+        """A batch with columns as they are written; numbers are not filled yet.
+
+        Args:
+            batch: With the columns that `sources_of` names.
+            names: Of the columns that are wanted.
+
+        Raises:
+            ValueError: A column that cannot hold its categories, or a label that is none of its classes.
+        """
+        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+        present = batch.schema.names
+        columns = [self.column(name, present, batch.column) for name in names]
+        if self.sides is None:
+            return pa.RecordBatch.from_arrays(columns, names=list(names))
+        return pa.RecordBatch.from_arrays([*columns, self.sides.held_out(batch)], names=[*names, SIDE])
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """What the native writer is told about sides, where there is more to tell than the spec says."""
+        return {} if self.sides is None else {"validation": {"column": SIDE}}
+
+    def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:
+        """One column as it is written; numbers are not filled yet.
+
+        Args:
+            name: Of the column.
+            present: Columns that there are.
+            get: Gives one of them.
+
+        Raises:
+            ValueError: As `encode`.
+        """
+        import pyarrow as pa  # noqa: PLC0415 - as above
+        import pyarrow.compute as pc  # noqa: PLC0415
+
+        compute: Any = pc
+        source = source_of(name, present)
+        column = get(source)
+        if source != name:
+            return compute.is_null(column, nan_is_null=True)
+        if name in self.categories:
+            return self._indices(name, column)
+        if name in self.ragged:
+            return self.ragged[name].stored(column, name)
+        if name in self.learned and pa.types.is_integer(column.type) and isinstance(self.fill[name], float):
+            return column.cast(pa.float64())
+        return column
+
+    def _indices(self, name: str, column: Any) -> Any:
+        import pyarrow as pa  # noqa: PLC0415 - as above
+        import pyarrow.compute as pc  # noqa: PLC0415
+
+        compute: Any = pc
+        column = plain(column, name)
+        values = self.categories[name]
+        try:
+            known = pa.array(values, column.type)
+            if name in self.fill:
+                column = compute.fill_null(column, pa.scalar(self.fill[name], column.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            raise ValueError(
+                f"column {name!r} is {column.type}, which its categories or its fill do not match: {error}"
+            ) from None
+        found = compute.index_in(column, value_set=known)
+        if name in self.labels:
+            if found.null_count:
+                strange = column.filter(compute.is_null(found))
+                what = "nulls" if strange.null_count else f"values that are no class, such as {strange[0].as_py()!r},"
+                raise ValueError(f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows")
+            return found.cast(pa.int32())
+        indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST, pa.int32()))
+        indices = compute.fill_null(indices, UNSEEN)
+        return compute.if_else(compute.is_null(column), pa.scalar(MISSING, pa.int32()), indices)
+
+
+def plain(column: Any, name: str) -> Any:
+    """A column of categories as one of large texts, int64 or booleans.
+
+    Args:
+        column: As it came.
+        name: Of the column.
+
+    Raises:
+        ValueError: It is of another type.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        return column
+    if pa.types.is_integer(kind):
+        return column.cast(pa.int64())
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view():
+        return column.cast(pa.large_string())
+    if pa.types.is_null(kind):
+        return column.cast(pa.large_string())
+    raise ValueError(f"column {name!r} is {kind}: categories are strings, integers or booleans")

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Backends: where the workers of a job run. `LocalBackend` runs them on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TextIO
+
+from farandole.common.check import at_least
+from farandole.runner import outcome, timelines
+from farandole.runner import warm as warm_workers
+from farandole.runner.agent import Work
+from farandole.runner.elastic.conduct import conduct as conduct_elastic
+from farandole.runner.gang import Output, conduct, payload
+from farandole.runner.limits import elastic_limit, elastic_sizes, start_limit
+from farandole.runner.local import LocalAgents, LocalCrew
+from farandole.runner.show import training
+from farandole.runner.slots import Slots
+from farandole.runner.streams import Streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from farandole._native.registrar import Registrar
+    from farandole.runner.gang import Agents
+    from farandole.stores.store import Store
+
+    OnProgress = Callable[[int, dict[str, Any]], None]
+
+
+class Backend(ABC):
+    """Runs a function on every process of a gang."""
+
+    @abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Any]:
+        """Runs the function on `num_processes()` workers.
+
+        Args:
+            fn: The function; pickled by cloudpickle.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            env: Variables to set in the workers; `None` as a value removes one.
+            on_progress: Called on this thread, while the job runs, with the rank and the record of every
+                `farandole.spark.task.report`. An exception it raises ends the job.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            FarandoleJobError: A worker failed.
+            TimeoutError: Not all workers started in time.
+        """
+
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Number of workers."""
+
+    def check(self) -> None:
+        """Raises what `run` would raise before it starts anything. Estimators call it before they prepare data.
+
+        Raises:
+            ValueError: There are fewer slots than processes, or a setting forbids the job.
+        """
+        return
+
+    def through(self, store: Store) -> Backend:
+        """A backend like this one that sends large functions and results through the store, if it needs that.
+
+        Args:
+            store: What every worker and this process reach; an estimator's.
+        """
+        del store
+        return self
+
+
+class LocalBackend(Backend):
+    """Workers as processes of this host, without Spark and without a JVM.
+
+    They get this process's environment and modules, and listen on loopback alone, as this process does. Unless
+    `OMP_NUM_THREADS` is set, each gets its fair share of the cores.
+
+    With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others continue, and another
+    one replaces it.
+
+    Args:
+        num_proc: Number of processes, or of those that an elastic job begins with; default: the number of cores.
+        env: Variables to set in the workers; `None` as a value removes one.
+        start_timeout: Seconds within which all workers must start; default as in `farandole.spark.run`.
+        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stderr: The same for stderr; default: `sys.stderr`.
+        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each rank runs.
+        prefix_output_with_timestamp: Whether those lines also start with the time.
+        executable: Python interpreter of the workers; default: this one.
+        warm: Whether workers start warm, from a fork server of this process that has imported torch; by default they do
+            where this process has imported it, unless `FARANDOLE_WARM_WORKERS` says `off`.
+        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and `rank.<N>/stderr`.
+        min_num_proc: Smallest number of processes; default: `num_proc`.
+        max_num_proc: Largest number of processes; default: `num_proc`.
+        elastic_timeout: Seconds an elastic job may wait for `min_num_proc` workers; default as in
+            `farandole.spark.run_elastic`.
+        reset_limit: Number of changes of the world after which an elastic job fails; default: no limit.
+    """
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        *,
+        start_timeout: float | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        verbose: int = 1,
+        prefix_output_with_timestamp: bool = False,
+        executable: str | None = None,
+        warm: bool | None = None,
+        output_folder: str | os.PathLike[str] | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        elastic_timeout: float | None = None,
+        reset_limit: int | None = None,
+    ) -> None:
+        self._given = num_proc
+        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
+        self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
+        if num_proc is None and self._bounds:
+            self._num_proc = elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
+        limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+        if self._limits and not self._bounds:
+            raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
+        self._env = dict(env or {})
+        self._start_timeout = start_timeout
+        self._streams = Streams(stdout, stderr, prefix_output_with_timestamp, verbose, output_folder)
+        self._executable = executable
+        self._warm = warm
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Any]:
+        """As `Backend.run`."""
+        size = self._num_proc
+        start_limit(self._start_timeout)
+        changes: dict[str, str | None] = {**self._env, **(env or {})}
+        if "OMP_NUM_THREADS" not in os.environ:
+            changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+        packed = payload(fn, args, kwargs)
+        output = self._streams.output(size)
+        under_way = training.current()
+        changes |= under_way.variables() | timelines.variables()
+        warmth = warm_workers.wanted(self._warm, by_default=True)
+        with self._turn(output) as limit:
+            if self._bounds:
+                where = {"host": "127.0.0.1", "bind": ""}  # as that of a job of fixed size
+                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit, **where)
+                work = Work(
+                    registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth, elastic=True
+                )
+                return conduct_elastic(
+                    registrar, LocalCrew(work, most), output, on_progress, watcher=under_way, ends_on_error=True
+                )
+            registrar = self._registrar(size, limit)
+            work = Work(registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth)
+            endings = conduct(
+                registrar, self._agents(work, size), size, output, on_progress, limit, "workers to start", under_way
+            )
+            return outcome.results(endings, size)
+
+    @contextlib.contextmanager
+    def _turn(self, output: Output) -> Iterator[float]:
+        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the start."""
+        if type(self) is not LocalBackend or not warm_workers.in_search():
+            yield start_limit(self._start_timeout)
+            return
+        most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
+        with _CORES.started(most, output.say, self._start_timeout) as left:
+            yield left
+
+    def _registrar(self, size: int, limit: float) -> Registrar:
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+        from farandole.common import logs  # noqa: PLC0415
+
+        logs.start()
+        # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
+        return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
+
+    def _agents(self, work: Work, size: int) -> Agents:
+        return LocalAgents(work, range(size))
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no path."""
+        return {
+            "num_proc": self._given,
+            "start_timeout": self._start_timeout,
+            "verbose": self._streams.verbose,
+            "prefix_output_with_timestamp": self._streams.timestamp,
+            "warm": self._warm,
+            **self._bounds,
+            **self._limits,
+        }
+
+    def num_processes(self) -> int:
+        """Number of workers."""
+        return self._num_proc
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+_CORES = Slots(_cores, "cores")
+"""What the jobs of searches on this host share."""
+
+
+def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
+    """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed size.
+
+    Raises:
+        ValueError: They contradict each other or the number of processes.
+    """
+    given = {"min_num_proc": least, "max_num_proc": most}
+    bounds = {name: value for name, value in given.items() if value is not None}
+    if bounds and (first is not None or most is not None):
+        elastic_sizes(first, least, most, lambda: 1)
+    for name, value in bounds.items():
+        at_least(name, 1)(value)
+    return bounds
+
+
+def elastic_registrar(
+    first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
+) -> tuple[Registrar, int]:
+    """A registrar whose workers come and go, and the largest number of them.
+
+    Args:
+        first: Workers that the first world waits for.
+        bounds: As `elastic_bounds` returned them.
+        limits: `elastic_timeout` and `reset_limit`, as far as they were given.
+        start: Seconds that workers may take to start.
+        **where: `host` and `bind` of `Registrar.elastic`.
+    """
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+    from farandole.common import logs  # noqa: PLC0415
+
+    logs.start()
+    first, least, most = elastic_sizes(first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first)
+    patience, resets = elastic_limit(limits.get("elastic_timeout")), limits.get("reset_limit")
+    registrar = Registrar.elastic(
+        first,
+        least,
+        most,
+        timeout=patience,
+        reset_limit=None if resets is None else int(resets),
+        start_timeout=start,
+        **where,
+    )
+    return registrar, most

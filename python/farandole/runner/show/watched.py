@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A job of plain functions as a run of a store: what the run viewer shows of `farandole.run(ui=True)`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from farandole._native import store as native
+from farandole.runner import timelines
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.hearing import record
+from farandole.runner.show.journal import HISTORY, Journal
+from farandole.runner.show.training import current, telling
+from farandole.stores.store import Store
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+HERE: Final = "farandole-runs"
+"""The store where nobody names one: a directory of the current one."""
+
+OUTPUT: Final = "output"
+"""Directory of a run with what its ranks print."""
+
+
+class _Journal(Journal):
+    """Also writes the history, which estimators write by themselves."""
+
+    def _write(self) -> None:
+        with self._lock:
+            lines = [json.dumps(_entry(self._epochs[epoch])) + "\n" for epoch in sorted(self._epochs)]
+        if lines:
+            self._remote.write(f"{self._remote.logs_subdir}/{HISTORY}", "".join(lines).encode())
+        super()._write()
+
+
+def _entry(values: dict[str, Any]) -> dict[str, Any]:
+    """An epoch as a history has it."""
+    parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
+    for name, value in values.items():
+        if name not in ("epoch", "seconds"):
+            parts["validation" if name.startswith("val_") else "train"][name.removeprefix("val_")] = value
+    told = {
+        part: {"loss": scores.pop("loss", None), "all_metrics": [{name: value} for name, value in scores.items()]}
+        for part, scores in parts.items()
+        if scores
+    }
+    return {"epoch": values["epoch"], "seconds": values.get("seconds")} | told
+
+
+@contextlib.contextmanager
+def watched(
+    ui: bool | str | os.PathLike[str] | Store, function: Callable[..., Any] | str, size: int
+) -> Iterator[str | None]:
+    """Opens the run viewer, and writes what it shows of the job that runs inside.
+
+    The run stays in the store. Reports of the function (`farandole.spark.task.report`) become its curves.
+
+    Args:
+        ui: `True`, or the store that keeps the run; `False` shows nothing.
+        function: What runs, or its name.
+        size: Number of processes.
+
+    Yields:
+        The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
+    """
+    if ui is False:
+        yield None
+        return
+    from farandole.ui import show  # noqa: PLC0415 - for those who look
+
+    store = ui if isinstance(ui, Store) else Store.create(str(Path(HERE).absolute() if ui is True else ui))
+    called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-") or "run"
+    run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 1000000:06d}"
+    sys.stderr.write(f"farandole: the run is at {show(store, run=run).link}\n")
+    sys.stderr.flush()
+    remote = store.to_remote(run)
+    local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
+    journal = _Journal(remote, {"size": size})
+    try:
+        with telling(None, run, "run", journal=journal):
+            yield None if local is None else str(Path(local) / OUTPUT)
+    finally:
+        try:
+            with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
+                timelines.keep(remote.write)
+        finally:
+            journal.close()
+
+
+class Watch:
+    """What `farandole run --ui` tells the run viewer of its job. Its methods never raise because of what they are told.
+
+    Attributes:
+        folder: The directory for what ranks print; `None` where the store is not of this host.
+
+    Args:
+        store: Where the run is kept; default: `farandole-runs` of the current directory.
+        name: What runs.
+        size: Number of processes.
+    """
+
+    def __init__(self, store: str | None, name: str, size: int) -> None:
+        self._run = contextlib.ExitStack()
+        self._store = store or str(Path(HERE))
+        self.folder = self._run.enter_context(watched(self._store, name, size))
+        self._training = current()
+
+    def world(self, generation: int, places: list[tuple[int, str]]) -> None:
+        """Who takes part.
+
+        Args:
+            generation: Which world of an elastic job it is.
+            places: Task and host of each rank.
+        """
+        self._training.seats([{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)])
+        if generation > 1:
+            self._training.restarted(f"world {generation} has {len(places)} ranks")
+
+    def metric(self, task: int, rank: int | None, kind: str, data: bytes) -> None:
+        """A record of a worker.
+
+        Args:
+            task: The worker's.
+            rank: Its rank.
+            kind: What the record is.
+            data: What it holds.
+        """
+        with contextlib.suppress(Exception):  # what a worker says may be anything
+            record((task, rank), kind, data, self._training)
+
+    def loss(self, what: str) -> None:
+        """A worker or a host is out.
+
+        Args:
+            what: Which, and why.
+        """
+        self._training.event("a worker or a host is out", what)
+
+    def ended(self, reason: str | None, interrupted: bool) -> None:
+        """The job is over.
+
+        Args:
+            reason: Why it failed; `None` if it did not.
+            interrupted: Whether somebody ended it.
+        """
+        error = KeyboardInterrupt() if interrupted else FarandoleJobError(reason) if reason is not None else None
+        with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):
+            self._run.__exit__(None if error is None else type(error), error, None)
+        sys.stderr.write(f"farandole: the run stays in {self._store}: farandole ui {shlex.quote(self._store)}\n")
+        sys.stderr.flush()

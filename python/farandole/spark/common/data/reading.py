@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What a training process reads, and how, for the estimators of all frameworks."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.data.source import Missing
+from farandole.spark.common.transform import Transformation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from farandole.data.columns import Column
+    from farandole.data.prepare import PreparedData
+    from farandole.data.ragged import Ragged
+    from farandole.spark.common.params import EstimatorParams
+    from farandole.stores.remote_store import RemoteStore
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows a process reads, and how."""
+
+    train_url: str
+    val_url: str | None
+    train_rows: int
+    val_rows: int
+    columns: dict[str, Column]
+    """Of the data set, before any transformation."""
+    batch_size: int
+    val_batch_size: int
+    order_seed: int
+    shuffle: bool
+    train_steps: int | None
+    val_steps: int | None
+    train_threads: int
+    val_threads: int
+    in_memory: bool
+    missing: Missing
+    ragged: Mapping[str, Ragged] = field(default_factory=dict)
+
+    def module(
+        self, kind: Any, *, epochs: int, transformation: Any, rank: int, size: int, steps: tuple[int, int]
+    ) -> Any:
+        """Creates the user's data module with the arguments of Horovod's data modules.
+
+        Args:
+            kind: its class.
+            epochs: of the run.
+            transformation: of the user; or `None`.
+            rank: this process.
+            size: processes.
+            steps: of an epoch, in training and in validation.
+        """
+        return kind(
+            train_dir=self.train_url,
+            val_dir=self.val_url,
+            num_train_epochs=epochs,
+            has_val=self.val_url is not None,
+            train_batch_size=self.batch_size,
+            val_batch_size=self.val_batch_size,
+            shuffle=self.shuffle,
+            transform_fn=transformation,
+            inmemory_cache_all=self.in_memory,
+            cur_shard=rank,
+            shard_count=size,
+            schema_fields=list(self.columns),
+            storage_options=None,
+            steps_per_epoch_train=steps[0],
+            steps_per_epoch_val=steps[1],
+            verbose=False,
+            random_seed=self.order_seed,
+        )
+
+
+def data_of(
+    estimator: EstimatorParams, prepared: PreparedData, columns: Sequence[str], unseeded: int | None = None
+) -> Data:
+    """Which rows a process reads, and how.
+
+    Args:
+        estimator: whose parameters count.
+        prepared: the data.
+        columns: that are read.
+        unseeded: seed of the order where the estimator has none; `None` draws one.
+    """
+    seed = estimator.getRandomSeed()
+    if seed is None:
+        seed = secrets.randbelow(2**31) if unseeded is None else unseeded
+    return Data(
+        train_url=prepared.train_url,
+        val_url=prepared.val_url,
+        train_rows=prepared.train_rows,
+        val_rows=prepared.val_rows,
+        columns={name: prepared.columns[name] for name in columns},
+        batch_size=estimator.getBatchSize(),
+        val_batch_size=estimator.getValBatchSize() or estimator.getBatchSize(),
+        order_seed=seed,
+        shuffle=estimator.getShuffle(),
+        train_steps=estimator.getTrainStepsPerEpoch(),
+        val_steps=estimator.getValidationStepsPerEpoch(),
+        train_threads=estimator.getTrainReaderNumWorkers(),
+        val_threads=estimator.getValReaderNumWorkers(),
+        in_memory=estimator.getInmemoryCacheAll(),
+        missing=missing_of(estimator, prepared),
+        ragged={name: one for name, one in prepared.ragged.items() if name in columns},
+    )
+
+
+def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
+    """The treatment of nulls, NaN and infinities when data is read.
+
+    Args:
+        estimator: whose parameters count.
+        prepared: the data; what a fit has prepared was filled then.
+    """
+    fill = estimator.getFill()
+    given = {} if fill is None or prepared.place is not None else fill if isinstance(fill, dict) else {"*": fill}
+    numbers: dict[str, float] = {}
+    for name, value in given.items():
+        # What is no number fills no column of numbers: its nulls are told of when they are met.
+        with contextlib.suppress(ValueError):
+            numbers[name] = float(value)
+    return Missing(numbers, estimator.getAllowNan())
+
+
+def transformation_of(estimator: EstimatorParams) -> Transformation | None:
+    """The changes of rows before the model gets them.
+
+    Args:
+        estimator: whose parameters count.
+    """
+    function = estimator.getTransformationFn()
+    if function is None:
+        return None
+    edits, removed = estimator.getTransformationEditFields(), estimator.getTransformationRemovedFields()
+    return Transformation(function, edits or (), removed or ())
+
+
+def paths_of(store: RemoteStore, data: Data) -> dict[str, str]:
+    """The paths of a run's files, if it has files.
+
+    Args:
+        store: of the run.
+        data: that it reads.
+    """
+    run, name = store.checkpoint_path, store.checkpoint_filename
+    named = {
+        "training data": data.train_url,
+        "validation data": data.val_url,
+        "checkpoint": None if run is None else f"{run}/{name}",
+        "logs": store.logs_path,
+    }
+    return {what: path for what, path in named.items() if path is not None}

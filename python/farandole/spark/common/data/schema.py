@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Checks that the columns of a DataFrame have types that tensors can hold."""
+
+# ruff: noqa: PLC0415 - training processes load no pyspark
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from farandole.data.encoding import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pyspark.sql.types import DataType, StructType
+
+    from farandole.data.columns import Roles
+
+_USABLE = (
+    "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are supported, strings and "
+    "bytes where a transformation_fn makes numbers of them, and strings as categories"
+)
+_TEXTS = ("string", "varchar", "char", "binary")
+_CATEGORIES = ("string", "varchar", "char", "boolean", "byte", "short", "integer", "long")
+
+
+def check_types(roles: Roles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()) -> None:
+    """Refuses columns of a type that no tensor can hold.
+
+    Args:
+        roles: the columns asked for, all of them in the schema.
+        schema: the DataFrame's.
+        texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of them.
+        categories: columns of categories, which may be strings.
+
+    Raises:
+        ValueError: naming the column and its type.
+    """
+    for role, name in roles.described():
+        if source_of(name, schema.names) != name:
+            continue
+        kind = schema[name].dataType
+        shown = kind.simpleString()
+        if name in categories:
+            if kind.typeName() not in _CATEGORIES:
+                raise ValueError(f"{role} {name!r} has type {shown}: categories are strings, integers or booleans")
+            continue
+        if role == "sample weight column":
+            if not _is_number(kind):
+                raise ValueError(f"{role} {name!r} must be a number or a boolean, its type is {shown}")
+        elif role == "validation column":
+            if not _is_number(kind) and kind.typeName() not in ("string", "varchar", "char"):
+                raise ValueError(f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}")
+        elif not _is_usable(kind) and not (texts and kind.typeName() in _TEXTS):
+            raise ValueError(f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}")
+
+
+def _is_number(kind: DataType) -> bool:
+    from pyspark.sql.types import BooleanType, NumericType
+
+    return isinstance(kind, NumericType | BooleanType)
+
+
+def _is_usable(kind: DataType) -> bool:
+    from pyspark.sql.types import ArrayType, DateType, TimestampNTZType, TimestampType
+
+    if isinstance(kind, ArrayType):
+        return kind.elementType.typeName() != "vectorudt" and _is_usable(kind.elementType)
+    if _is_number(kind) or isinstance(kind, DateType | TimestampType | TimestampNTZType):
+        return True
+    return kind.typeName() == "vectorudt" or kind.simpleString() == "vector"

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The batches of a training process: from the native reader, as NumPy arrays.
+
+Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number of steps. Its last
+batch may have one row less than that of another rank. If a step has fewer rows than there are processes, some processes
+repeat rows with weight 0. A pass contains each row once. If an epoch has more steps than a pass, it continues with the
+next pass.
+
+In an elastic job, an epoch may continue in the middle with another number of processes: at a `Place`, which is the same
+for all of them. The order of a pass does not depend on that number.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole._native.reader import Dataset, Reader
+from farandole.data.arrays import TEXTS, objects
+from farandole.data.memory import directory_for
+from farandole.stores.visibility import seen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from farandole._native.reader import Batch
+    from farandole.data.ragged import Ragged
+
+    Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The treatment of nulls, NaN and infinities in data that another program wrote."""
+
+    fill: Mapping[str, float] = field(default_factory=dict)
+    """Replacements of nulls and NaN, by column; `"*"` stands for all other columns that can hold them."""
+    allow_nan: bool = True
+    """Whether NaN and infinities are values like any others."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One batch of this rank, rows first; the first `valid` rows count, what follows repeats others."""
+
+    columns: Mapping[str, Any]
+    count: int
+    """Rows that there are."""
+    valid: int
+    step: int = 0
+    """Its number in the epoch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far all processes together have come in an epoch.
+
+    Attributes:
+        steps: steps of the epoch that are done, whatever the number of processes was.
+        rows: rows of those.
+        number: of the pass in progress; `None` is the epoch's first.
+        row: the first of this pass that is left.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    number: int | None = None
+    row: int = 0
+
+
+class Source:
+    """One rank's batches of a data set.
+
+    Args:
+        url: of the data set.
+        columns: which columns, and the types that the reader is to make of them; `None` leaves the type.
+        batch_size: rows of one batch of this process.
+        rank: this process.
+        size: processes.
+        seed: of the order.
+        shuffle: whether each pass has an order of its own.
+        threads: reading threads.
+        in_memory: whether the rows of this process stay in memory after the first pass; their order is then drawn
+            from them alone. With `moves` they stay in memory that processes of a host share, and keep their order.
+        transformation: makes other columns of each batch.
+        least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
+        missing: what becomes of nulls, NaN and infinities.
+        moves: whether an epoch may continue with another number of processes.
+        ragged: columns of lists of different lengths.
+        fixed: whether these are padded to their largest length in every batch.
+
+    Raises:
+        OSError: the data cannot be read, in the words of `seen`; while batches are read, too.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        columns: Mapping[str, str | None],
+        *,
+        batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        shuffle: bool = False,
+        threads: int = 2,
+        in_memory: bool = False,
+        transformation: Callable[[Arrays], Arrays] | None = None,
+        least: int = 1,
+        missing: Missing | None = None,
+        moves: bool = False,
+        ragged: Mapping[str, Ragged] | None = None,
+        fixed: bool = False,
+    ) -> None:
+        missing = missing or Missing()
+        with seen(url):
+            dataset = Dataset.open(url)
+            self._reader = Reader(
+                dataset,
+                columns=list(columns),
+                batch_size=batch_size,
+                rank=rank,
+                size=size,
+                seed=seed,
+                shuffle=shuffle,
+                threads=threads,
+                tail="pad",
+                cast={name: to for name, to in columns.items() if to is not None and name not in (ragged or {})},
+                fill=dict(missing.fill) or None,
+                allow_nan=missing.allow_nan,
+                cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
+            )
+        self._ragged = dict(ragged or {})
+        self._fixed = fixed or (in_memory and not moves)
+        texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
+        if texts and transformation is None:
+            raise ValueError(f"tensors cannot hold strings: a transformation_fn can make numbers of {', '.join(texts)}")
+        self.steps = self._reader.steps()
+        self.total = dataset.rows
+        self.own = max(0, -(-(dataset.rows - rank) // size))
+        """Rows of this process in a pass."""
+        self._url = url
+        self._batch_size = batch_size
+        self._size = size
+        self._names = list(columns)
+        self._transformation = transformation
+        self._least = min(least, batch_size)
+        self._rank = rank
+        self._seed = (seed, rank)
+        self._shuffle = shuffle
+        self._in_memory = in_memory and not moves
+        self._kept: list[Rows] = []
+        self._begun = Place()
+
+    @property
+    def own_steps(self) -> int:
+        """Batches in which this process has rows, one at least."""
+        return max(1, -(-self.own // self._batch_size))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every process has as many rows as the others in every step."""
+        return self.total % self._size == 0 and (self.total - self._begun.row) % self._size == 0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are processes without a row in the last step of a pass."""
+        ends = {self.total, self.total - self._begun.row}
+        return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
+
+    def lacking(self, steps: int) -> list[int]:
+        """The steps of an epoch of so many in which this process has no row: ends of passes, if any."""
+        whole, left = self._size * self._batch_size, self.total - self._begun.row
+        first = self._begun.steps + max(1, -(-left // whole)) - 1
+        found = [first] if (left - 1) % whole < self._rank and first < steps else []
+        if (self.total - 1) % whole < self._rank:
+            found += range(first + self.steps, steps, self.steps)
+        return found
+
+    def begin_at(self, place: Place) -> None:
+        """Has epochs begin, or continue, at a place, until this is called again.
+
+        Args:
+            place: the beginning, or what `place_after` told with whatever number of processes.
+        """
+        self._begun = place
+
+    def steps_until_end(self) -> int:
+        """Steps of an epoch of one pass, those before the place where this one goes on included."""
+        whole = self._size * self._batch_size
+        return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
+
+    def place_after(self, number: int, steps: int) -> Place:
+        """How far all processes have come after some steps of an epoch.
+
+        Args:
+            number: of the epoch.
+            steps: that are done.
+        """
+        begun, done = self._begun, steps - self._begun.steps
+        rows = self._until(steps)
+        passes, row = divmod(begun.row + rows, self.total) if done else (0, begun.row)
+        return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
+
+    def rows_in(self, first: int, last: int) -> int:
+        """Rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
+        return self._until(last) - self._until(first)
+
+    def share(self, rows: Rows) -> float:
+        """By what the mean loss over a batch is multiplied, before gradients are averaged over processes."""
+        return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
+
+    def epoch(self, number: int, steps: int) -> Generator[Rows]:
+        """The batches of an epoch, or of what is left of one.
+
+        Args:
+            number: of the epoch, which gives its order.
+            steps: how many batches, those before the place where it goes on included.
+        """
+        current, step, row = self._first_pass(number, steps), self._begun.steps, self._begun.row
+        while step < steps and self.total:
+            with closing(self._pass(current, row)) as batches:
+                for rows in batches:
+                    if step == steps:
+                        return
+                    yield replace(rows, step=step)
+                    step += 1
+            current, row = current + 1, 0
+
+    def _first_pass(self, number: int, steps: int) -> int:
+        """Number of the pass that an epoch of so many steps begins with, or continues with."""
+        if self._begun.number is not None:
+            return self._begun.number
+        return number * max(1, math.ceil(steps / max(self.steps, 1)))
+
+    def _until(self, steps: int) -> int:
+        """Rows of all processes in the steps from the place where the epoch goes on up to `steps`."""
+        whole, left = self._size * self._batch_size, self.total - self._begun.row
+        done, first = steps - self._begun.steps, -(-left // whole)
+        if done <= first:
+            return min(done * whole, left)
+        passes, rest = divmod(done - first, self.steps)
+        return left + passes * self.total + min(rest * whole, self.total)
+
+    def _pass(self, number: int, row: int) -> Generator[Rows]:
+        if len(self._kept) == self.steps:
+            yield from self._from_memory(number)
+            return
+        self._kept = []
+        with closing(self._reader.epoch(number, row)) as batches:
+            for _ in range(self._reader.steps(row)):
+                with seen(self._url):
+                    batch = next(batches)
+                rows = self._rows(batch)
+                if self._in_memory:
+                    self._kept.append(rows)
+                yield rows
+
+    def _rows(self, batch: Batch) -> Rows:
+        count = max(self._least, batch.valid_rows)
+        arrays = {name: self._array(batch, name)[:count] for name in self._names}
+        if self._transformation is not None:
+            arrays = self._transformation(arrays)
+        return Rows(arrays, count, batch.valid_rows)
+
+    def _array(self, batch: Batch, name: str) -> npt.NDArray[Any]:
+        if name in self._ragged:
+            return self._ragged[name].read(batch, name, fixed=self._fixed)
+        return array(batch, name)
+
+    def _from_memory(self, number: int) -> Generator[Rows]:
+        if not self._shuffle:
+            yield from self._kept
+            return
+        whole = {
+            name: np.concatenate([rows.columns[name][: rows.valid] for rows in self._kept])
+            for name in self._kept[0].columns
+        }
+        count = sum(rows.valid for rows in self._kept)
+        order = np.random.default_rng((*self._seed, number)).permutation(count)
+        start = 0
+        for rows in self._kept:
+            if rows.valid == 0:
+                yield rows
+                continue
+            chosen = order[start : start + rows.valid]
+            start += rows.valid
+            chosen = np.concatenate([chosen, np.repeat(chosen[:1], rows.count - rows.valid)])
+            yield replace(rows, columns={name: values[chosen] for name, values in whole.items()})
+
+
+def sample(
+    url: str,
+    columns: Sequence[str],
+    rows: int,
+    transformation: Callable[[Arrays], Arrays] | None,
+    missing: Missing | None = None,
+    ragged: Mapping[str, Ragged] | None = None,
+) -> Arrays:
+    """The first rows of a data set, as a training process would get them.
+
+    Args:
+        url: of the data set.
+        columns: which.
+        rows: how many; a smaller data set repeats itself.
+        transformation: as in `Source`.
+        missing: as in `Source`.
+        ragged: as in `Source`.
+    """
+    casts: dict[str, str | None] = dict.fromkeys(columns)
+    source = Source(
+        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows, missing=missing,
+        ragged=ragged, fixed=True,
+    )  # fmt: skip
+    with closing(source.epoch(0, 1)) as batches:
+        return dict(next(batches).columns)
+
+
+def array(batch: Batch, name: str) -> npt.NDArray[Any]:
+    """A column of a batch, in the batch's own memory, which lives as long as the array; of texts, a copy.
+
+    Args:
+        batch: of the native reader.
+        name: of the column.
+    """
+    column = batch.column(name)
+    if column.dtype in TEXTS:
+        return objects(batch, name, column.dtype)
+    return np.frombuffer(memoryview(column), dtype=column.dtype).reshape(column.shape)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Converts between Arrow columns, as Spark passes them to Python, and NumPy arrays for models.
+
+Spark's vectors arrive as `struct<type, size, indices, values>`: type 1 is dense and its `values` hold every element,
+type 0 is sparse and uses `size`, `indices` and `values`. Predictions are returned in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from farandole.data.encoding import Encoding
+
+VECTOR = pa.struct(
+    [
+        pa.field("type", pa.int8(), nullable=False),
+        pa.field("size", pa.int32()),
+        pa.field("indices", pa.list_(pa.int32())),
+        pa.field("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What replaces nulls and NaN in one column, as in prepared data."""
+
+    text: str
+    """The value, written out: each type reads it in its own way."""
+    named: bool
+    """Whether it was meant for this column, and not for all that can hold it."""
+
+
+def fill_of(fill: Any, name: str) -> Fill | None:
+    """The replacement of missing values in a column.
+
+    Args:
+        fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
+        name: of the column.
+    """
+    given = fill if isinstance(fill, Mapping) else {"*": fill}
+    named = name in given
+    value = given[name] if named else given.get("*")
+    if value is None:
+        return None
+    return Fill(str(value).lower() if isinstance(value, bool) else str(value), named)
+
+
+def features(
+    batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding, *, fixed: bool = False
+) -> dict[str, npt.NDArray[Any]]:
+    """Columns as arrays by name, as they were in training.
+
+    Args:
+        batch: whose columns go by number.
+        present: their names.
+        names: of the columns that are wanted.
+        encoding: categories and what replaces nulls and NaN.
+        fixed: whether lists of different lengths are padded to the largest length.
+
+    Raises:
+        ValueError: as `rows`.
+    """
+    places = {name: index for index, name in enumerate(present)}
+
+    def one(name: str) -> npt.NDArray[Any]:
+        if name in encoding.ragged:
+            return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
+        column = encoding.column(name, places, lambda source: batch.column(places[source]))
+        return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
+
+    return {name: one(name) for name in names}
+
+
+def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
+    """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length, ...)` for the rest.
+
+    Values become what they became in prepared data: decimals float64, dates whole days and timestamps whole units since
+    the epoch.
+
+    Args:
+        column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's vectors of one size.
+        name: the column's, for messages.
+        fill: what replaces nulls and NaN; without it nulls are refused.
+
+    Raises:
+        ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that the column cannot
+            hold; naming the column.
+    """
+    kind = column.type
+    is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind)
+    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    is_scalar = is_number or is_time or pa.types.is_decimal(kind)
+    if is_scalar and fill is not None:
+        column = _filled(column, name, fill)
+    if column.null_count:
+        raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
+    if is_scalar:
+        return _numbers(column).to_numpy(zero_copy_only=False)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _lists(column, name, fill)
+    if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
+        return _vectors(column, name, fill)
+    raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
+
+
+def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
+    """Rows of a matrix as dense Spark vectors.
+
+    Args:
+        values: shape `(rows, length)`.
+    """
+    count, length = values.shape
+    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(length)
+    flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
+    nothing = pa.nulls(count, VECTOR.field("size").type), pa.nulls(count, VECTOR.field("indices").type)
+    dense = pa.ListArray.from_arrays(pa.array(offsets), flat)
+    return pa.StructArray.from_arrays([pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR))
+
+
+def _numbers(column: Any) -> Any:
+    """Scalars as numbers that NumPy knows."""
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        return column.cast(pa.float64())
+    if pa.types.is_date32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    if pa.types.is_time32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return column if is_number else column.cast(pa.int64())
+
+
+def _filled(column: Any, name: str, fill: Fill) -> Any:
+    compute: Any = pc  # its functions are made when it is imported
+    kind = column.type
+    # NaN counts as missing here, as it does when data is prepared.
+    missing = compute.is_null(column, nan_is_null=True)
+    if not compute.any(missing).as_py():
+        return column
+    try:
+        value = pa.scalar(fill.text).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if fill.named:
+            raise ValueError(f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}") from None
+        return column
+    return compute.if_else(missing, value, column)
+
+
+def _lists(column: Any, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
+    if len(column) == 0:
+        return np.empty((0, 0), dtype=np.float32)
+    if pa.types.is_fixed_size_list(column.type):
+        lengths = [column.type.list_size]
+    else:
+        lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+    if len(lengths) != 1:
+        raise ValueError(f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}")
+    inner = rows(column.flatten(), name, fill)
+    return inner.reshape(len(column), lengths[0], *inner.shape[1:])
+
+
+def _vectors(column: Any, name: str, fill: Fill | None) -> npt.NDArray[Any]:
+    kinds, sizes, indices, values = (column.field(field) for field in ("type", "size", "indices", "values"))
+    if fill is not None:
+        whole = _filled(values.values, name, fill)
+        values = pa.ListArray.from_arrays(values.offsets, whole)
+    dense = kinds.to_numpy(zero_copy_only=False) == 1
+    if dense.all():
+        return _lists(values, name)
+    lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+    widths = np.where(dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
+    if len(set(widths.tolist())) != 1:
+        raise ValueError(f"column {name!r} has rows of different length: {sorted(set(widths.tolist()))[:3]}")
+    result = np.zeros((len(column), int(widths[0])), dtype=np.float64)
+    owner = np.repeat(np.arange(len(column)), lengths)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    result[dense] = flat[dense[owner]].reshape(-1, int(widths[0]))
+    sparse = ~dense[owner]
+    result[owner[sparse], indices.flatten().to_numpy(zero_copy_only=False)] = flat[sparse]
+    return result

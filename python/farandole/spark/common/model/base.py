@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Code shared by the fitted models of all frameworks: predictions, their columns, and metrics over rows."""
+
+# ruff: noqa: PLC0415 - what needs a session is loaded when there is one
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import cloudpickle
+from pyspark.ml import Model
+
+from farandole.data.columns import Roles, check_present
+from farandole.data.encoding import Encoding
+from farandole.spark.common.data.schema import check_types
+from farandole.spark.common.model.classes import Added, ClassParams
+from farandole.spark.common.model.outputs import add_predictions, found_outputs, numbered
+from farandole.spark.common.params import ModelParams
+from farandole.spark.common.show.progress import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+    import pandas as pd
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+    from farandole.runner.show.history import Entry
+    from farandole.spark.common.model.evaluation import ClassSums, Evaluation, ValueSums
+    from farandole.spark.common.model.explained import Layer
+    from farandole.spark.common.show.chart import Chart
+    from farandole.ui import Viewer
+
+
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What was said in each session."""
+
+
+class FarandoleModel(ModelParams, ClassParams, Model):
+    """The base of the models of all frameworks."""
+
+    _framework = "the framework"
+
+    def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Adds the model's predictions to a DataFrame.
+
+        Args:
+            df: the rows.
+            params: values of parameters that hold for this call.
+
+        Returns:
+            The DataFrame with the columns of `getOutputCols`, then those in Spark ML's manner that were asked for:
+            `rawPredictionCol`, `probabilityCol`, `predictionCol`, `predictedLabelCol`, `labelIndexCol`.
+
+        Raises:
+            ValueError: a column is missing or does not fit; the message names it.
+        """
+        return super().transform(df, params)
+
+    def evaluate(self, df: DataFrame) -> Evaluation:
+        """Predicts the rows of a DataFrame and compares them with their label, in one pass on the executors.
+
+        Args:
+            df: the rows, with the label.
+
+        Returns:
+            Metrics over all rows: of classes or of values, as the model's `output_form` says.
+
+        Raises:
+            ValueError: a column is missing, or the model has several labels, or an output of unknown form.
+        """
+        from farandole.spark.common.model.evaluation import measured, sums
+
+        self._check_columns(df)
+        form, name = self._form("evaluate"), self.getLabelColumns()[0]
+        start = sums(form, self.getThresholds())
+        for part in self._measure(df, name, start, measured, "farandole: evaluating a model"):
+            start.merge(part)
+        return start.evaluation(self.getClasses())
+
+    def _measure(
+        self, df: DataFrame, label: str, start: ClassSums | ValueSums, task: Callable[..., Any], title: str
+    ) -> list[Any]:
+        """What tasks have counted, one object for each.
+
+        Args:
+            df: the rows.
+            label: the label column.
+            start: with nothing counted.
+            task: takes the predictor, what gives labels, and `start`; returns a function for `mapInArrow`.
+            title: of Spark's job.
+        """
+        from farandole.spark.job.session import Cluster
+
+        roles = Roles(features=(), labels=(label,))
+        check_present(roles, df.columns, "DataFrame")
+        check_types(roles, df.schema, categories=self.getCategories())
+        mapped = task(self._predictor(df), _label(label, df.columns, self._label_encoding()), start)
+        rows = Cluster.active().collect(numbered(df).mapInArrow(mapped, "part binary"), title)
+        return [cloudpickle.loads(row.part) for row in rows]
+
+    def importance(
+        self, df: DataFrame, metric: str | None = None, *, repeats: int = 1, seed: int = 0
+    ) -> dict[str, float]:
+        """How much worse the model predicts when the values of one column are exchanged between rows.
+
+        Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should be in no order: a
+        DataFrame that is sorted by a column understates its importance. The rows are read once and predicted once for
+        each column and repeat.
+
+        Args:
+            df: the rows, with the label.
+            metric: which metric of `evaluate`; default: `log_loss` of classes, `mse` of values.
+            repeats: orders of each column, whose results are averaged.
+            seed: of the orders.
+
+        Returns:
+            By feature column, how much worse the metric gets; the largest first. Features that are made of a column,
+            such as `age__missing`, change with it.
+
+        Raises:
+            ValueError: as `evaluate`; there is no such metric, or `repeats` is below 1.
+        """
+        from farandole.data.encoding import sources_of
+        from farandole.spark.common.model.evaluation import sums
+        from farandole.spark.common.model.importance import importances, permuted
+
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
+        self._check_columns(df)
+        form, label = self._form("importance"), self.getLabelColumns()[0]
+        start = sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
+        features = sources_of([name for group in self._inputs() for name in group], df.columns)
+        names = {df.columns.index(name): name for name in features}
+        found: dict[Any, Any] = {}
+        task = partial(permuted, columns=list(names), seeds=[seed + turn for turn in range(repeats)])
+        for part in self._measure(df, label, start, task, "farandole: importance of columns"):
+            for key, counted in part.items():
+                found.setdefault(key, deepcopy(start)).merge(counted)
+        return importances(found or {None: start}, names, metric)
+
+    def explain(self) -> str:
+        """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.
+
+        Returns:
+            Lines of text, which `print` shows.
+
+        Raises:
+            ValueError: there is no model.
+        """
+        if self.getModel() is None:
+            raise ValueError("model is required")
+        from farandole.spark.common.model import explained
+
+        known = self.getSignature() or [{"columns": one} for one in self._inputs()]
+        outputs, run = self.getOrDefault("outputs"), self.getRunId()
+        parts = {
+            "inputs": explained.inputs_told(known, self.getCategories()),
+            "missing values": explained.fills_told(self._encoding().fill, self.getLearned()),
+            "outputs": explained.outputs_told(self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()),
+            "layers": explained.layers_told(self._layers()),
+        }
+        title = type(self).__name__ + (f" of run {run}" if run else "")
+        return "\n".join([title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)])
+
+    def _layers(self) -> list[Layer]:
+        """The layers of the model, those with parameters and those without."""
+        raise NotImplementedError
+
+    def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
+        """The names of the classes: `class_names`, else the label's categories; `None` where they are numbers."""
+        labels = self.getLabelColumns() or [""]
+        return self.getClassNames() or self.getCategories().get(labels[0])
+
+    def _label_encoding(self) -> Encoding:
+        """Of labels that are categories."""
+        labels = self.getLabelColumns() or []
+        known = {name: values for name, values in self.getCategories().items() if name in labels}
+        return Encoding(known, labels=frozenset(labels))
+
+    def _tell_first(self, session: SparkSession) -> None:
+        """Says why the first prediction of a session takes longer."""
+        if not self.getVerbose() or self._framework in _TOLD.setdefault(session, set()):
+            return
+        _TOLD[session].add(self._framework)
+        Lines().message(
+            f"the first prediction in each of Spark's Python workers imports {self._framework}, which takes some "
+            "seconds; later ones find it there"
+        )
+
+    def _encoding(self) -> Encoding:
+        """Of features."""
+        return Encoding.of_model(self.getCategories(), self.getFill(), self.getLearned(), self.getRagged())
+
+    def _form(self, what: str) -> str:
+        """The form of the model's only output.
+
+        Args:
+            what: asks for it.
+
+        Raises:
+            ValueError: the model has several, or its form is not known.
+        """
+        return check_form(what, self.getOutputForm(), self.getLabelColumns())
+
+    def _predictor(self, dataset: DataFrame) -> Any:
+        """What predicts in tasks: with `predict`, `probe`, `outputs` and `completed`.
+
+        Args:
+            dataset: that will be transformed.
+        """
+        raise NotImplementedError
+
+    def _check_columns(self, dataset: DataFrame) -> None:
+        """Refuses a DataFrame that the model cannot take."""
+        features = self._inputs()
+        if self.getModel() is None or not features or not self.getLabelColumns():
+            raise ValueError("model, feature_columns and label_columns are required")
+        roles = Roles(features=tuple(name for group in features for name in group), labels=())
+        check_present(roles, dataset.columns, "DataFrame")
+        check_types(roles, dataset.schema, categories=self.getCategories())
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        self._check_columns(dataset)
+        labels, names = self.getLabelColumns(), self.getOutputCols()
+        added = self._added(dataset)
+        new = [*names, *([] if added is None else added.names)]
+        taken = [name for name in new if name in dataset.columns or new.count(name) > 1]
+        if taken:
+            raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
+        if len(names) != len(labels):
+            raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
+        predictor = self._predictor(dataset)
+        self._tell_first(dataset.sparkSession)
+        outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
+        kinds = [one.spark_type for one in outputs] + ([] if added is None else added.types)
+        predict = predictor.completed([one.kind for one in outputs], added).predict
+        return add_predictions(dataset, new, kinds, predict)
+
+    def _added(self, dataset: DataFrame) -> Added | None:
+        """The columns in Spark ML's manner, if any were asked for."""
+        columns = self._class_columns()
+        if not columns:
+            return None
+        form, label = self._form(next(iter(columns))), self.getLabelColumns()[0]
+        categories = self.getCategories().get(label)
+        check_columns(columns, form, self.getThresholds())
+        classes = categories if "labelIndexCol" in columns and categories else self.getClasses()
+        if "labelIndexCol" in columns:
+            check_present(Roles((), (label,)), dataset.columns, "DataFrame")
+        return Added(
+            columns=tuple(columns.items()),
+            form=form,
+            thresholds=None if self.getThresholds() is None else tuple(self.getThresholds()),
+            classes=None if classes is None else tuple(classes),
+            label=dataset.columns.index(label) if label in dataset.columns else None,
+            indexed=categories is not None,
+        )
+
+    def _inputs(self) -> list[list[str]]:
+        """The columns of each of the model's inputs, as in the estimator."""
+        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
+
+    def history_frame(self) -> pd.DataFrame:
+        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
+        from farandole.runner.show.history import frame
+
+        return frame(self.getHistory() or [])
+
+    def plot_history(self, *names: str) -> Chart:
+        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
+
+        Args:
+            *names: which numbers, such as `"loss"`; default: all.
+        """
+        from farandole.spark.common.show.chart import Chart
+
+        return Chart(self._entries(), names or None)
+
+    def show(self) -> Viewer:
+        """Opens the run viewer on the run that trained the model; notebooks show its link.
+
+        Returns:
+            The viewer, which ends with this process, or by `close()`.
+
+        Raises:
+            ValueError: the run was not saved.
+        """
+        from farandole.ui import show
+
+        run, logs = self.getRunId(), (self.getPaths() or {}).get("logs")
+        if run is None or logs is None or f"/{run}/" not in logs:
+            raise ValueError("the run of this model was not saved, so there is nothing to show")
+        return show(logs.rpartition(f"/{run}/")[0], run=run)
+
+    def _entries(self) -> list[Entry]:
+        """The history as entries, whatever form its framework gives it."""
+        return self.getHistory() or []
+
+
+def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
+    """The form of the only output of a model.
+
+    Args:
+        what: asks for it.
+        form: of the output, if it is known.
+        labels: of the model.
+
+    Raises:
+        ValueError: the model has several outputs, or the form is not known.
+    """
+    if len(labels or []) != 1:
+        raise ValueError(f"{what} is for models of one label: {', '.join(labels or [])}")
+    if form is None:
+        raise ValueError(
+            f"{what} needs to know what the model returns, which its loss does not show: set output_form to values, "
+            "logits, probabilities or log_probabilities"
+        )
+    return form
+
+
+def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
+    """Refuses columns of classes for a model of values.
+
+    Args:
+        columns: by parameter.
+        form: of the model's output.
+        thresholds: of classes.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    of_classes = [name for name in columns if name != "predictionCol"] + (["thresholds"] if thresholds else [])
+    if form == "values" and of_classes:
+        raise ValueError(f"{of_classes[0]} needs a model with classes, but the output_form of this model is values")
+
+
+def _label(name: str, columns: list[str], encoding: Encoding) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:
+    """What gives the labels of a batch whose columns go by number."""
+
+    def label(batch: pa.RecordBatch) -> npt.NDArray[Any]:
+        from farandole.spark.common.model.arrow import features
+
+        return features(batch, columns, [name], encoding)[name]
+
+    return label

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Predictions in Spark ML's manner: raw predictions, probabilities, a predicted class, thresholds and names of classes.
+
+They are for models with one label. The output of a model has a form: `logits`, `probabilities` or `log_probabilities`
+of classes, or `values`, which are not classes. A model with two classes may return one number, that of the second
+class.
+"""
+
+# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load what they need
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.param import Params
+from pyspark.sql import types
+
+from farandole.common import check
+from farandole.spark.common.params import accessors, declare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    Array = npt.NDArray[Any]
+
+FORMS = ("values", "logits", "probabilities", "log_probabilities")
+COLUMNS = ("rawPredictionCol", "probabilityCol", "predictionCol", "predictedLabelCol", "labelIndexCol")
+"""The parameters that name columns, in the order of the columns."""
+_TYPES = {"rawPredictionCol": VectorUDT, "probabilityCol": VectorUDT, "predictedLabelCol": types.StringType}
+_TWO = 2
+
+
+def _thresholds(value: Any) -> list[float] | None:
+    if value is None:
+        return None
+    numbers = check.numbers("thresholds")(value)
+    if any(not 0 <= one < float("inf") for one in numbers) or numbers.count(0.0) > 1 or len(numbers) < _TWO:
+        raise ValueError(f"thresholds must be one number for each class, 0 or more, and at most one of them 0: {value}")
+    return numbers
+
+
+def _classes(value: Any) -> list[str] | None:
+    return None if value is None else check.names("class_names")(value)
+
+
+class ClassParams(Params):
+    """The parameters of estimators and models for predictions as in Spark ML."""
+
+    predictionCol = declare("predictionCol", "column for the class, or the value", check.optional("predictionCol"))
+    rawPredictionCol = declare(
+        "rawPredictionCol", "column for one number of each class", check.optional("rawPredictionCol")
+    )
+    probabilityCol = declare(
+        "probabilityCol", "column for the probability of each class", check.optional("probabilityCol")
+    )
+    predictedLabelCol = declare(
+        "predictedLabelCol", "column for the name of the class", check.optional("predictedLabelCol")
+    )
+    labelIndexCol = declare(
+        "labelIndexCol", "column for the index of the label's class", check.optional("labelIndexCol")
+    )
+    thresholds = declare(
+        "thresholds",
+        "one number per class: the largest probability divided by it wins",
+        _thresholds,
+    )
+    class_names = declare("class_names", "names of the classes, if the label has none", _classes)
+    output_form = declare(
+        "output_form",
+        "what the model returns: values, logits, probabilities or log_probabilities; default: that of its loss",
+        lambda value: None if value is None else check.choice("output_form", *FORMS)(value),
+    )
+
+    setPredictionCol, getPredictionCol = accessors("predictionCol")
+    setRawPredictionCol, getRawPredictionCol = accessors("rawPredictionCol")
+    setProbabilityCol, getProbabilityCol = accessors("probabilityCol")
+    setPredictedLabelCol, getPredictedLabelCol = accessors("predictedLabelCol")
+    setLabelIndexCol, getLabelIndexCol = accessors("labelIndexCol")
+    setThresholds, getThresholds = accessors("thresholds")
+    setClassNames, getClassNames = accessors("class_names")
+    setOutputForm, getOutputForm = accessors("output_form")
+
+    def __init__(self) -> None:
+        """Nothing is asked for."""
+        super().__init__()
+        self._setDefault(**dict.fromkeys((*COLUMNS, "thresholds", "class_names", "output_form")))
+
+    def setThreshold(self, value: float) -> Self:
+        """Predicts the second of two classes from this probability on.
+
+        Args:
+            value: Between 0 and 1.
+        """
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+            raise ValueError(f"the threshold of two classes must be between 0 and 1: {value!r}")
+        return self._set(thresholds=[1.0 - float(value), float(value)])
+
+    def _class_params(self) -> dict[str, Any]:
+        """Those that are set, by name."""
+        names = (*COLUMNS, "thresholds", "class_names", "output_form")
+        return {name: value for name in names if (value := self.getOrDefault(name)) is not None}
+
+    def _class_columns(self) -> dict[str, str]:
+        """The columns that are asked for."""
+        return {name: value for name in COLUMNS if (value := self.getOrDefault(name)) is not None}
+
+
+@dataclass(frozen=True)
+class Added:
+    """Columns of a model's only output, besides the output itself."""
+
+    columns: tuple[tuple[str, str], ...]
+    """Parameter and name of each."""
+    form: str
+    thresholds: tuple[float, ...] | None
+    classes: tuple[Any, ...] | None
+    """The label's own values, or names for them; `None` where they are numbers."""
+    label: int | None
+    """Place of the label among the DataFrame's columns."""
+    indexed: bool = False
+    """Whether labels are values of `classes`, and not their indices."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return [name for _, name in self.columns]
+
+    @property
+    def types(self) -> list[types.DataType]:
+        """Of the columns."""
+        return [_TYPES.get(what, types.DoubleType)() for what, _ in self.columns]
+
+    def made(self, batch: pa.RecordBatch, output: Array) -> list[pa.Array]:
+        """The columns of some rows.
+
+        Args:
+            batch: the rows.
+            output: of the model, (rows, elements).
+        """
+        import pyarrow as pa
+
+        from farandole.spark.common.model.arrow import vectors
+
+        found: list[pa.Array] = []
+        raw, probability = (output, output) if self.form == "values" else scores(output, self.form)
+        for what, _ in self.columns:
+            if what == "rawPredictionCol":
+                found.append(vectors(raw))
+            elif what == "probabilityCol":
+                found.append(vectors(probability))
+            elif what == "labelIndexCol":
+                found.append(self._label_index(batch))
+            elif self.form == "values":
+                found.append(pa.array(output.reshape(len(output), -1)[:, 0].astype(np.float64)))
+            else:
+                index = predicted(probability, self.thresholds)
+                if what == "predictionCol":
+                    found.append(pa.array(index.astype(np.float64)))
+                else:
+                    names = pa.array([str(one) for one in self.classes or range(probability.shape[1])])
+                    found.append(names.take(pa.array(index)))
+        return found
+
+    def _label_index(self, batch: pa.RecordBatch) -> Any:
+        """The label as the index of its class; null where it is missing or no class."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from farandole.data.encoding import plain
+
+        compute: Any = pc
+        if self.label is None:
+            return pa.nulls(batch.num_rows, pa.float64())
+        column = batch.column(self.label)
+        if self.indexed:
+            column = plain(column, "label")
+            column = compute.index_in(column, value_set=pa.array(self.classes, column.type))
+        return column.cast(pa.float64())
+
+
+def scores(output: Array, form: str) -> tuple[Array, Array]:
+    """Raw predictions and probabilities, (rows, classes).
+
+    Args:
+        output: of a model, (rows, elements); one element is of the second of two classes.
+        form: of the output, but for `values`.
+    """
+    values = output.astype(np.float64)
+    if values.shape[1] == 1:
+        if form == "logits":
+            second = np.exp(-np.logaddexp(0.0, -values))
+            first = np.exp(-np.logaddexp(0.0, values))
+            return np.concatenate([-values, values], axis=1), np.concatenate([first, second], axis=1)
+        second = np.exp(values) if form == "log_probabilities" else values
+        both = np.concatenate([1.0 - second, second], axis=1)
+        return both, both
+    if form == "logits":
+        shifted = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
+        # Evaluators of two classes rank rows by the second number alone: it has to be the margin, as in Spark ML.
+        margin = values[:, 1:] - values[:, :1] if values.shape[1] == _TWO else values
+        raw = np.concatenate([-margin, margin], axis=1) if values.shape[1] == _TWO else values
+        return raw, shifted / shifted.sum(axis=1, keepdims=True)
+    return values, np.exp(values) if form == "log_probabilities" else values
+
+
+def predicted(probability: Array, thresholds: Sequence[float] | None) -> Array:
+    """The class of each row, as Spark ML predicts it.
+
+    Args:
+        probability: (rows, classes).
+        thresholds: one of each class.
+
+    Raises:
+        ValueError: there are more or fewer thresholds than classes.
+    """
+    if thresholds is None or not len(probability):
+        return probability.argmax(axis=1)
+    if len(thresholds) != probability.shape[1]:
+        raise ValueError(f"thresholds need one number for each of {probability.shape[1]} classes: {list(thresholds)}")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = probability / np.asarray(thresholds)
+    return np.nan_to_num(scaled, nan=0.0, posinf=np.inf).argmax(axis=1)

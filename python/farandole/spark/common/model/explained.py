@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A fitted model in words: what goes in, what comes out, its layers and their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from farandole.spark.common.model.outputs import Output
+
+_MOST_CLASSES = 8
+"""Names of classes in one line."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model."""
+
+    name: str
+    kind: str
+    form: str
+    """Sizes and settings, as the framework writes them."""
+    parameters: int
+    trained: int
+    """Of the parameters, those that training changes."""
+    size: int
+    """Bytes of the parameters."""
+
+
+def signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
+    """The inputs of a model as plain values, for its parameter `signature`.
+
+    Args:
+        inputs: with `columns`, `shape` (-1 for the rows) and `dtype`.
+    """
+    return [
+        {"columns": list(one.columns), "shape": list(one.shape), "dtype": one.dtype}
+        | ({"ragged": True} if getattr(one, "ragged", False) else {})
+        for one in inputs
+    ]
+
+
+def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A line about each input.
+
+    Args:
+        signature: of the model; of one that `fit` did not make, the columns alone.
+        categories: of columns.
+    """
+    lines: list[str] = []
+    for one in signature:
+        if "shape" not in one:
+            lines.append(", ".join(one["columns"]))
+            continue
+        sizes = ["rows", *("length" if one.get("ragged") else str(size) for size in one["shape"][1:])]
+        words = [f"{name}: {len(categories[name])} categories" for name in one["columns"] if name in categories]
+        told = f" ({'; '.join(words)})" if words else ""
+        lines.append(f"{', '.join(one['columns'])}: {one['dtype']} [{', '.join(sizes)}]{told}")
+    return lines
+
+
+def fills_told(fill: Mapping[str, Any] | None, learned: Mapping[str, str]) -> list[str]:
+    """A line about each column whose missing values are replaced.
+
+    Args:
+        fill: values by column; `"*"` stands for all others.
+        learned: which of them were learned, and as what.
+    """
+    lines: list[str] = []
+    for name, value in sorted((fill or {}).items(), key=lambda one: one[0] == "*"):
+        told = f" ({learned[name]})" if name in learned else ""
+        shown = f"{value:.6g}" if isinstance(value, float) else repr(value)
+        lines.append(f"{'all other columns' if name == '*' else name}: {shown}{told}")
+    return lines
+
+
+def outputs_told(
+    names: Sequence[str], outputs: Sequence[Output] | None, form: str | None, classes: Sequence[Any] | None
+) -> list[str]:
+    """A line about each output.
+
+    Args:
+        names: the columns that `transform` adds.
+        outputs: what is known of them.
+        form: of the only output.
+        classes: their names.
+    """
+    lines: list[str] = []
+    for index, name in enumerate(names):
+        words = [] if outputs is None else [_elements(outputs[index])]
+        words += [form] if form is not None and len(names) == 1 else []
+        lines.append(f"{name}: {', '.join(words)}" if words else name)
+    if classes:
+        more = f" and {len(classes) - _MOST_CLASSES} more" if len(classes) > _MOST_CLASSES else ""
+        lines.append(f"classes: {', '.join(map(str, classes[:_MOST_CLASSES]))}{more}")
+    return lines
+
+
+def layers_told(layers: Sequence[Layer]) -> list[str]:
+    """A table of the layers, and the sum of their parameters.
+
+    Args:
+        layers: in the order of the model.
+    """
+    rows = [(one.name, one.kind, one.form, f"{one.parameters:,}") for one in layers]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    lines = [
+        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {form:<{widths[2]}}  {number:>{widths[3]}}".rstrip()
+        for name, kind, form, number in rows
+    ]
+    count, trained = sum(one.parameters for one in layers), sum(one.trained for one in layers)
+    frozen = f", {count - trained:,} of them frozen" if count != trained else ""
+    return [*lines, f"{count:,} parameters{frozen}, {_bytes(sum(one.size for one in layers))}"]
+
+
+def _elements(output: Output) -> str:
+    return output.kind if output.kind != "vector" else f"vector of {output.size}"
+
+
+def _bytes(size: float) -> str:
+    unit = min(len(_UNITS) - 1, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / (1 << 10 * unit):.3g} {_UNITS[unit]}"

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Permutation importance: the loss of quality if the values of one column are exchanged between rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+    from farandole.spark.common.model.evaluation import ClassSums, ValueSums
+
+BLOCK_ROWS = 65536
+"""Rows of a task between which values are exchanged, at most."""
+BLOCK_BYTES = 64 << 20
+"""Bytes of these rows, at most one batch more."""
+_LESS_IS_BETTER = ("log_loss", "mse", "rmse", "mae")
+
+
+def permuted(
+    predictor: Any, label: Any, start: ClassSums | ValueSums, columns: Sequence[int], seeds: Sequence[int]
+) -> Any:
+    """What a task does: yields one row of what its rows add up to, as they are and with each column exchanged.
+
+    Args:
+        predictor: of the framework.
+        label: takes a batch and returns its labels.
+        start: with nothing counted.
+        columns: places of the columns.
+        seeds: one of each repeat.
+    """
+
+    def measure(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
+
+        import pyarrow as pa  # noqa: PLC0415
+
+        found = {key: deepcopy(start) for key in [None, *((one, seed) for one in columns for seed in seeds)]}
+        for number, (block, rows) in enumerate(_blocks(batches)):
+            for key, counted in found.items():
+                changed = block
+                if key is not None:
+                    order = np.random.default_rng([key[1], number]).permutation(block.num_rows)
+                    field = block.schema.field(key[0])
+                    changed = block.set_column(key[0], field, block.column(key[0]).take(order))
+                for batch in changed.combine_chunks().to_batches(max_chunksize=rows):
+                    counted.add(predictor.outputs(batch)[0], label(batch))
+        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
+
+    return measure
+
+
+def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
+    """Batches put together, with the rows of the largest."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    held: list[pa.RecordBatch] = []
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+        if sum(one.num_rows for one in held) >= BLOCK_ROWS or sum(one.nbytes for one in held) >= BLOCK_BYTES:
+            yield pa.Table.from_batches(held), max(one.num_rows for one in held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held), max(one.num_rows for one in held)
+
+
+def importances(
+    found: Mapping[Any, ClassSums | ValueSums], names: Mapping[int, str], metric: str | None
+) -> dict[str, float]:
+    """How much worse the metric gets, by column, the largest first.
+
+    Args:
+        found: what all tasks have counted, as `permuted` says.
+        names: of the columns, by place.
+        metric: of `Evaluation`; default: `log_loss` or `mse`.
+
+    Raises:
+        ValueError: there is no such metric.
+    """
+    metrics = {key: sums.evaluation(None).metrics for key, sums in found.items()}
+    chosen = metric or next(name for name in _LESS_IS_BETTER if name in metrics[None])
+    if chosen not in metrics[None]:
+        raise ValueError(f"metric must be one of {', '.join(metrics[None])}: {chosen}")
+    sign = 1.0 if chosen in _LESS_IS_BETTER else -1.0
+    worse = {
+        name: float(
+            np.mean(
+                [sign * (metrics[key][chosen] - metrics[None][chosen]) for key in metrics if key and key[0] == place]
+            )
+        )
+        for place, name in names.items()
+    }
+    return dict(sorted(worse.items(), key=lambda one: -one[1]))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Converts a model's outputs to columns of a DataFrame, for all frameworks."""
+
+# ruff: noqa: PLC0415 - tasks load what they need
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+    Batches = Iterator[pa.RecordBatch]
+
+_INTEGERS = {"int8": types.ByteType, "int16": types.ShortType, "int32": types.IntegerType}
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a model, and the label it was compared with."""
+
+    label_dtype: str
+    """NumPy's name of the label's element."""
+    label_is_vector: bool
+    size: int
+    """Elements of one row of the output."""
+
+    @property
+    def kind(self) -> str:
+        """What a prediction becomes: `vector`, or NumPy's name of a number.
+
+        As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
+        stays a float.
+        """
+        if self.label_is_vector or self.size != 1:
+            return "vector"
+        if self.label_dtype.startswith(("int", "uint")):
+            return self.label_dtype if self.label_dtype in _INTEGERS else "int64"
+        return "float32" if self.label_dtype == "float32" else "float64"
+
+    @property
+    def spark_type(self) -> types.DataType:
+        """The type of the column that `transform` adds."""
+        if self.kind == "vector":
+            return VectorUDT()
+        if self.kind.startswith("int"):
+            return _INTEGERS.get(self.kind, types.LongType)()
+        return types.FloatType() if self.kind == "float32" else types.DoubleType()
+
+
+def outputs(value: Any) -> list[Output]:
+    """Outputs, of whatever form a file or a caller has them in.
+
+    Args:
+        value: `Output`s, or dicts of their fields.
+    """
+    return [one if isinstance(one, Output) else Output(**one) for one in value]
+
+
+def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
+    """Outputs as plain values, for files.
+
+    Args:
+        found: as the model holds them.
+    """
+    return None if found is None else [asdict(one) for one in found]
+
+
+def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]) -> list[Output]:
+    """Predicts one row to see what a model returns.
+
+    Args:
+        dataset: to be transformed.
+        labels: columns the outputs are named after; their types count where the DataFrame has them.
+        probe: yields one row of (size) per output, of the first batch with rows.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    sizes = numbered(dataset.limit(1)).mapInArrow(_mapped(probe), "size int").collect()
+    if not sizes:
+        raise ValueError("the outputs of the model are unknown, and the DataFrame has no row to determine them")
+    schema = {field.name: field.dataType for field in dataset.schema.fields}
+    return [
+        Output(numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
+        for label, row in zip(labels, sizes, strict=True)
+    ]
+
+
+def add_predictions(
+    dataset: DataFrame, names: Sequence[str], added: Sequence[types.DataType], predict: Callable[[Batches], Batches]
+) -> DataFrame:
+    """The DataFrame with more columns.
+
+    Args:
+        dataset: any.
+        names: of the new columns.
+        added: their types.
+        predict: appends the columns to batches whose columns go by number.
+    """
+    inner = numbered(dataset)
+    fields = [types.StructField(f"output{index}", one) for index, one in enumerate(added)]
+    predicted = inner.mapInArrow(_mapped(predict), types.StructType([*inner.schema.fields, *fields]))
+    return predicted.toDF(*dataset.columns, *names)
+
+
+def numbered(dataset: DataFrame) -> DataFrame:
+    """The same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
+    return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
+
+
+def numpy_name(kind: types.DataType | None) -> str:
+    """NumPy's name of a column's element, as far as outputs care.
+
+    Args:
+        kind: the column's type, if there is one.
+    """
+    names = {types.ByteType: "int8", types.ShortType: "int16", types.IntegerType: "int32", types.LongType: "int64"}
+    return names.get(type(kind), "float32" if isinstance(kind, types.FloatType) else "float64")
+
+
+def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
+    """Predictions as the column that `transform` adds.
+
+    Args:
+        values: shape (rows, elements).
+        kind: `vector`, or NumPy's name of a number; integers are rounded, halves to even.
+    """
+    import pyarrow as pa
+
+    from farandole.spark.common.model.arrow import vectors
+
+    if kind == "vector":
+        return vectors(values)
+    single = values.reshape(-1)
+    if kind.startswith("int") and single.dtype.kind == "f":
+        single = np.rint(single)
+    return pa.array(single.astype(kind))
+
+
+def _mapped(function: Callable[[Batches], Batches]) -> Callable[[Batches], Batches]:
+    """A plain function: Spark looks at its argument's code."""
+
+    def mapped(batches: Batches) -> Batches:
+        return function(batches)
+
+    return mapped

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The fingerprint of a run: data, model, loss, optimizer, and every parameter that decides the result.
+
+A run continues from its checkpoint only with the same fingerprint. `DECIDE` contains the parameters that make another
+run, `LENGTH` those that decide only when a run ends, and `ELSEWHERE` those that do not change the result: where
+processes run, how fast they read, what is shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from farandole._native import prepare as native
+from farandole._native.store import Store as NativeStore
+from farandole.spark.common.runs.digests import digest, short
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from farandole.data.prepare import PreparedData
+    from farandole.spark.common.params import EstimatorParams
+
+DECIDE = frozenset(
+    {
+        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col", "feature_cols",
+        "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
+        "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes", "backward_passes_per_step",
+        "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
+        "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
+        "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision", "gradient_clip_norm",
+        "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
+        "checkpoint_callback",
+    }
+)  # fmt: skip
+"""Another value makes another run."""
+LENGTH = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
+"""When a run ends: a run may go on for longer, and each fit of a tuner has its own."""
+ELSEWHERE = frozenset(
+    {
+        "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose", "partitions_per_process", "run_id",
+        "resume", "use_gpu", "num_gpus", "continuous_cols", "categorical_cols", "compress_sparse_cols", "allow_nan",
+        "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers", "reader_pool_type",
+        "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size", "on_failure",
+        "max_restarts", "mlflow", "wandb", "checkpoint_every", "compile", "logger", "log_every_n_steps",
+        "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
+        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
+        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
+    }
+)  # fmt: skip
+"""The result does not depend on it, or only on the last digits."""
+INITIAL = "initial weights"
+"""The part that a run which goes on does not need: its checkpoint has other ones by then."""
+LOGGING = frozenset(
+    {
+        "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger", "RemoteMonitor", "TensorBoard",
+        "TerminateOnNaN", "BestModelCheckpoint", "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary",
+        "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "ProgressBar", "Timer", "OnExceptionCheckpoint",
+    }
+)  # fmt: skip
+"""Callbacks that write or show something and leave training alone."""
+_SHOWN = frozenset(
+    {
+        "accelerator", "callbacks", "default_root_dir", "devices", "enable_checkpointing", "enable_model_summary",
+        "enable_progress_bar", "fast_dev_run", "log_every_n_steps", "logger", "max_epochs", "num_sanity_val_steps",
+        "profiler",
+    }
+)  # fmt: skip
+_READERS = 16
+_TAIL = 8
+_HEX = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that decides the result."""
+
+    name: str
+    digest: str
+    told: str
+    """A few words about it, for people."""
+
+    @classmethod
+    def of(cls, name: str, value: Any, told: str | None = None) -> Self:
+        """The part that a value is.
+
+        Args:
+            name: what messages call it.
+            value: anything.
+            told: words about it, where the value's own do not do.
+        """
+        return cls(name, digest(value), short(value) if told is None else told)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part that is not what it was."""
+
+    name: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        """One clause about it."""
+        if self.before == self.after:
+            return f"{self.name} is another {self.after}"
+        return f"{self.name} was {self.before} and is {self.after}"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """All parts of a run, and how long it shall be."""
+
+    parts: tuple[Part, ...]
+    length: tuple[Part, ...] = ()
+
+    def compare(self, now: Fingerprint) -> list[Difference]:
+        """What is not as it was; initial weights and the length of the run aside.
+
+        Args:
+            now: the fingerprint of the fit that wants to continue.
+        """
+        mine, theirs = ({one.name: one for one in each.parts if one.name != INITIAL} for each in (self, now))
+        nothing = Part("", "", "None")
+        pairs = [(mine.get(name, nothing), theirs.get(name, nothing), name) for name in {**mine, **theirs}]
+        return [Difference(name, old.told, new.told) for old, new, name in pairs if old.digest != new.digest]
+
+    def has_other_weights(self, now: Fingerprint) -> bool:
+        """Whether the model that a fit was given starts from other weights than the run did.
+
+        Args:
+            now: the fingerprint of that fit.
+        """
+        mine, theirs = ([one.digest for one in each.parts if one.name == INITIAL] for each in (self, now))
+        return mine != theirs
+
+    @property
+    def digest(self) -> str:
+        """Of everything, length and initial weights included: equal ones are of equal fits."""
+        whole = json.dumps(sorted([one.name, one.digest] for one in (*self.parts, *self.length)))
+        return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
+
+    def to_json(self) -> str:
+        """As text for a file."""
+        parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
+        return json.dumps({"version": 1, "parts": parts}, indent=1)
+
+    @classmethod
+    def of_json(cls, text: bytes | str) -> Self | None:
+        """The fingerprint of a file; `None` where it cannot be read.
+
+        Args:
+            text: what `to_json` returned.
+        """
+        try:
+            told = json.loads(text)["parts"]
+            return cls(tuple(Part(str(one["name"]), str(one["digest"]), str(one["told"])) for one in told))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE) -> list[Part]:
+    """The parameters of an estimator that decide the result.
+
+    Args:
+        estimator: whose they are.
+        without: names that the framework's own parts stand for.
+        names: which parameters count.
+    """
+    found = []
+    for name in sorted(one.name for one in estimator.params if one.name in names.difference(without)):
+        value = estimator.getOrDefault(name)
+        if name == "callbacks":
+            value = [one for one in value or [] if type(one).__name__ not in LOGGING]
+        elif name == "trainer_args":
+            value = {key: one for key, one in (value or {}).items() if key not in _SHOWN}
+        elif name == "checkpoint_callback" and value is not None:
+            value = [type(value).__name__, getattr(value, "monitor", None)]
+        if value not in (None, [], {}):
+            found.append(Part.of(name, value))
+    return found
+
+
+def of_data(prepared: PreparedData) -> list[Part]:
+    """The rows on each side, by what their manifests say, or the footers of files that somebody else wrote.
+
+    Args:
+        prepared: the data.
+    """
+    parts = [_side("training data", prepared.train_url, prepared.train_rows)]
+    if prepared.val_url is not None:
+        parts.append(_side("validation data", prepared.val_url, prepared.val_rows))
+    return parts
+
+
+def _side(name: str, url: str, rows: int) -> Part:
+    manifest = json.loads(native.read_manifest(url) or "{}")
+    files, columns = manifest.get("files", []), manifest.get("columns", [])
+    shape = sorted([one["name"], one["element"], one["shape"]] for one in columns)
+    if files and all(one.get("content") for one in files):
+        content: Any = sum(int(one["content"], 16) for one in files) % 2**64  # in whatever order and files rows are
+    elif files and all(one.get("checksum") for one in files):
+        content = sorted([one["rows"], one["chunks"] or one["checksum"]] for one in files)
+    else:
+        content = _footers(manifest.get("base") or url, files)
+    made = digest([rows, shape, content])
+    return Part(name, made, f"{rows:,} rows of {len(columns)} columns with digest {made[:8]}")
+
+
+def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
+    """What the footers of Parquet files say: sizes and, by column and row group, the least and the largest value."""
+    store = NativeStore(base)
+
+    def footer(file: dict[str, Any]) -> list[Any]:
+        size = file["bytes"]
+        tail = store.read_range(file["path"], max(0, size - _TAIL), size)
+        start = max(0, size - _TAIL - int.from_bytes(tail[:4], "little"))
+        text = store.read_range(file["path"], start, size)
+        return [file["rows"], hashlib.sha256(text).hexdigest(), sorted(file.get("values", {}).items())]
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return sorted(pool.map(footer, files), key=str)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Monitors of metrics: early stopping, and the selection of the best epoch.
+
+A watched number is named as in `history_frame()`: `loss`, `val_loss`, a metric, or a metric with `val_` before it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from farandole.runner.show.history import flat
+
+if TYPE_CHECKING:
+    from farandole.runner.show.history import Entry
+
+_SMALLER_IS_BETTER = ("loss", "error", "mse", "mae", "rmse")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A number of the history and which way is better.
+
+    Args:
+        monitor: its name; `None` takes `val_loss`, or `loss` where nothing is validated.
+        mode: `min` or `max`; `None` goes by the name: losses and errors become smaller, the rest larger.
+        min_delta: by how much a number must be better to count.
+    """
+
+    monitor: str | None = None
+    mode: str | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses a mode that is none."""
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max': {self.mode!r}")
+        if self.min_delta < 0:
+            raise ValueError(f"min_delta must not be negative: {self.min_delta}")
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """A monitor, the name of one, or a dict of its fields.
+
+        Raises:
+            TypeError: something else, or a field that there is not.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(monitor=value)
+        if isinstance(value, dict):
+            return cls(**value)
+        raise TypeError(
+            f"not the name of a number of the history, nor a dict of {', '.join(cls.__annotations__)}: {value!r}"
+        )
+
+    def value(self, entry: Entry) -> float:
+        """The number in an epoch's entry.
+
+        Raises:
+            ValueError: the history has no such number; the message names those it has.
+        """
+        row = flat(entry)
+        name = self.monitor or ("val_loss" if "val_loss" in row else "loss")
+        if name not in row:
+            known = [key for key in row if key not in ("epoch", "seconds", "rows")]
+            raise ValueError(f"there is no {name!r} in the history, there is: {', '.join(known)}")
+        return row[name]
+
+    def is_better(self, new: float, old: float | None) -> bool:
+        """Whether a number is better than the best so far; one that is no number never is."""
+        if math.isnan(new):
+            return False
+        if old is None:
+            return True
+        smaller = self.mode == "min" if self.mode else (self.monitor or "loss").endswith(_SMALLER_IS_BETTER)
+        return new < old - self.min_delta if smaller else new > old + self.min_delta
+
+    def best(self, history: list[Entry]) -> int | None:
+        """Index of the best entry; `None` where no entry has a number."""
+        found: int | None = None
+        value: float | None = None
+        for index, entry in enumerate(history):
+            new = self.value(entry)
+            if self.is_better(new, value):
+                found, value = index, new
+        return found
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Monitor):
+    """Ends a run when its monitor has not become better for some epochs.
+
+    Args:
+        patience: epochs without an improvement after which the run ends.
+    """
+
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        """Refuses no patience."""
+        super().__post_init__()
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1: {self.patience}")
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """As `Monitor.of`; a number alone is the patience."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(patience=value)
+        return super().of(value)
+
+    def is_over(self, history: list[Entry]) -> bool:
+        """Whether the run has become no better for `patience` epochs."""
+        best = self.best(history)
+        return len(history) - 1 - (-1 if best is None else best) >= self.patience

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Saving and loading estimators and models with Spark ML's own `write()` and `read()`, alone or in a pipeline.
+
+Plain parameters, the URLs of a store and the numbers of a backend are saved as JSON. Everything else is in named parts.
+`farandole.spark.common.saving.saved` describes the files.
+"""
+
+# ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
+
+from farandole.spark.common.saving import places
+from farandole.spark.common.saving.saved import Saved
+from farandole.stores.consent import check_load
+
+if TYPE_CHECKING:
+    from pyspark.ml.param import Params
+
+T = TypeVar("T", bound=MLReadable)
+
+_PLACES = ("backend", "store")
+"""Saved by `places`, which leaves out secrets."""
+_log = logging.getLogger("farandole")
+
+
+class ParamsWriter(MLWriter):
+    """Writes an object with parameters; `parts` says what of it is no JSON.
+
+    Args:
+        instance: the object.
+    """
+
+    def __init__(self, instance: Params) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Splits the parameters that are set.
+
+        Args:
+            values: by name; never backend and store.
+
+        Returns:
+            Plain values by name, and parts.
+        """
+        raise NotImplementedError
+
+    def _handleOverwrite(self, path: str) -> None:
+        """Leaves what is there, which Spark ML would delete first: it goes when the new object can be read."""
+
+    def saveImpl(self, path: str) -> None:
+        """Writes the object to a path."""
+        instance, session = self.instance, self.sparkSession
+        values = {param.name: value for param, value in instance._paramMap.items() if value is not None}
+        plain, parts = self.parts({name: value for name, value in values.items() if name not in _PLACES})
+        metadata = {
+            "class": f"{type(instance).__module__}.{type(instance).__name__}",
+            "timestamp": round(time.time() * 1000),
+            "sparkVersion": session.version,
+            "uid": instance.uid,
+            "paramMap": plain,
+            "places": places.told(values),
+            "defaultParamMap": {param.name: value for param, value in instance._defaultParamMap.items()},
+        }
+        Saved(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
+
+
+class ParamsReader(MLReader[T]):
+    """Reads an object with parameters; `restore` says what becomes of its parts.
+
+    Args:
+        kind: class of the object.
+    """
+
+    def __init__(self, kind: type[T]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.allowed: bool | None = None
+
+    def allow_pickle(self, allowed: bool = True) -> Self:
+        """Whether pickled code that was saved may run; without this, the variable `FARANDOLE_ALLOW_PICKLE` says.
+
+        Args:
+            allowed: refused before anything runs, where it is `False`.
+        """
+        self.allowed = allowed
+        return self
+
+    def check_code(self, path: str, instead: str = "") -> None:
+        """Refuses pickled code, or says that it runs now.
+
+        Args:
+            path: of what is loaded.
+            instead: how to do without, in a clause.
+
+        Raises:
+            PickleNotAllowedError: it is not allowed.
+        """
+        check_load(path, self.allowed, instead)
+        _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
+
+    def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
+        """Sets what is no JSON.
+
+        Args:
+            loaded: with its plain parameters.
+            parts: as the writer made them.
+            path: for messages.
+        """
+        raise NotImplementedError
+
+    def load(self, path: str) -> T:
+        """Reads the object at a path.
+
+        Args:
+            path: where it was saved.
+        """
+        saved = Saved(path, self.sparkSession)
+        metadata = saved.metadata(f"{self.kind.__module__}.{self.kind.__name__}")
+        loaded: Any = self.kind()
+        loaded._resetUid(metadata["uid"])
+        known = {name: value for name, value in metadata["paramMap"].items() if loaded.hasParam(name)}
+        defaults = {name: value for name, value in metadata["defaultParamMap"].items() if loaded.hasParam(name)}
+        DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
+        self.restore(loaded, saved.parts(metadata), path)
+        places.put(loaded, metadata.get("places"), path)
+        return loaded
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON holds a value as it is."""
+    if isinstance(value, list):
+        return all(is_plain(one) for one in value)
+    return value is None or isinstance(value, str | int | float | bool)

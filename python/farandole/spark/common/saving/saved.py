@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The directory of a saved estimator or model, and how one save replaces another.
+
+    metadata/part-*             one JSON object: class, uid, parameters, and "save", which names the data of it
+    data/save=<id>/*.parquet    rows of (part, chunk, bytes): named parts, cut in pieces
+
+An overwriting save adds before it deletes. The new data goes to its own directory. The new metadata follows, as one
+file that appears as a whole. From then on the new save is valid: readers use the metadata with the highest number. The
+old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
+
+Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too,
+and earlier versions read what is written here: a directory `save=<id>` is a partition to Spark.
+
+Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
+`az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
+"""
+
+# ruff: noqa: PLC0415, SLF001 - loaded where it is needed; Spark's own helpers
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from farandole._native import store as native
+from farandole.stores import durable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyspark.sql import SparkSession
+
+_CHUNK = 16 << 20
+_DATA = "part string, chunk int, bytes binary"
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+_FILE = re.compile(r"^file:(//)?(?=/)")
+_log = logging.getLogger("farandole")
+
+_Row = tuple[str, int, bytes]
+
+
+class _Files(Protocol):
+    """The reader and writer of the directory; names are relative to it."""
+
+    def exists(self) -> bool:
+        """Whether an object is there, or a part of one."""
+        ...
+
+    def names(self) -> list[str] | None:
+        """Everything that an overwriting save deletes in the end; `None` where nothing can be deleted."""
+        ...
+
+    def texts(self) -> list[str]:
+        """The lines of all metadata."""
+        ...
+
+    def rows(self, directory: str) -> Iterable[_Row]:
+        """The rows of the Parquet files directly in a directory."""
+        ...
+
+    def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
+        """Writes a new directory of Parquet files."""
+        ...
+
+    def write_text(self, identity: str, text: str) -> None:
+        """Adds a file to the metadata, which appears as a whole."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Deletes a file, or a directory with all that is in it."""
+        ...
+
+
+class Saved:
+    """A directory that holds a saved object.
+
+    Args:
+        path: of the directory.
+        session: Spark's.
+    """
+
+    def __init__(self, path: str, session: SparkSession) -> None:
+        self._path = path.rstrip("/")
+        self._files: _Files = (
+            _SparkFiles(self._path, session) if _spark_knows(path, session) else _StoreFiles(native.Store(self._path))
+        )
+
+    def write(self, metadata: dict[str, Any], parts: dict[str, bytes], *, overwrite: bool) -> None:
+        """Writes the object; one that was there before can be read until the new one can.
+
+        Args:
+            metadata: as Spark ML has it.
+            parts: bytes by name.
+            overwrite: whether something may be there.
+
+        Raises:
+            FileExistsError: something is there, and may not be; or it is of another class, and cannot be deleted.
+        """
+        if not overwrite and self._files.exists():
+            raise FileExistsError(f"the path already exists; write().overwrite() replaces it: {self._path}")
+        before, old = _saves(self._files.texts()), self._files.names()
+        if old is None and any(one["class"] != metadata["class"] for one in before):
+            raise FileExistsError(
+                f"Spark Connect cannot delete what is there, and that is of another class ({before[0]['class']}): "
+                f"delete it, or choose another path: {self._path}"
+            )
+        identity = uuid.uuid4().hex
+        data = f"data/save={identity}"
+        number = 1 + max((_number(one) for one in before), default=0)
+        text = json.dumps({**metadata, "save": {"data": data, "number": number}}, separators=(",", ":"))
+        self._files.write_rows(data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)])
+        self._files.write_text(identity, text)
+        self._synchronize()
+        for name in old or []:
+            try:
+                self._files.delete(name)
+            except Exception as error:  # noqa: BLE001 - of Spark, its file systems and stores
+                _log.warning(
+                    "the new object is saved at %s; of the one before, %s could not be deleted, and the next "
+                    "overwriting save tries again: %s",
+                    self._path,
+                    name,
+                    error,
+                )
+
+    def _synchronize(self) -> None:
+        """Has a file system of this host keep what was written, before anything older is deleted."""
+        plain = _FILE.sub("", self._path)
+        # Spark may have another file system in mind for a path without a scheme: then there is nothing of ours here.
+        if "://" not in plain and Path(plain).is_dir():
+            durable.synchronize(Path(plain).absolute())
+
+    def metadata(self, kind: str | None = None) -> dict[str, Any]:
+        """The JSON of the last complete save.
+
+        Args:
+            kind: class whose save is preferred, where an overwriting save of another one was cut off.
+
+        Raises:
+            FileNotFoundError: nothing was saved there.
+        """
+        saves = _saves(self._files.texts())
+        if not saves:
+            raise FileNotFoundError(f"nothing was saved at {self._path}")
+        return max(saves, key=lambda one: (one["class"] == kind, _number(one)))
+
+    def parts(self, metadata: dict[str, Any]) -> dict[str, bytes]:
+        """The parts that belong to metadata.
+
+        Args:
+            metadata: as `metadata` returned it.
+
+        Raises:
+            ValueError: the metadata names a place outside of the directory's data.
+        """
+        directory = metadata.get("save", {}).get("data", "data")
+        if re.fullmatch(r"data(/save=[0-9a-f]+)?", directory) is None:
+            raise ValueError(f"the metadata at {self._path} names no directory of its data: {directory!r}")
+        whole: dict[str, list[tuple[int, bytes]]] = {}
+        for part, chunk, data in self._files.rows(directory):
+            whole.setdefault(part, []).append((chunk, data))
+        return {part: b"".join(data for _, data in sorted(chunks)) for part, chunks in whole.items()}
+
+
+class _StoreFiles:
+    """Through the native store, whose files appear as a whole."""
+
+    def __init__(self, store: native.Store) -> None:
+        self._store = store
+
+    def exists(self) -> bool:
+        return self._store.exists()
+
+    def names(self) -> list[str]:
+        # Metadata goes first: once it is gone, nothing names the old data.
+        return sorted((name for name, _ in self._store.list()), key=lambda name: not name.startswith("metadata/"))
+
+    def texts(self) -> list[str]:
+        names = [name for name, _ in self._store.list() if name.startswith("metadata/part-")]
+        return [line for name in names for line in self._store.read(name).decode().splitlines()]
+
+    def rows(self, directory: str) -> Iterable[_Row]:
+        import pyarrow.parquet as pq
+
+        for name, _ in self._store.list():
+            if name.endswith(".parquet") and name.rpartition("/")[0] == directory:
+                for row in pq.read_table(io.BytesIO(self._store.read(name))).to_pylist():
+                    yield row["part"], row["chunk"], row["bytes"]
+
+    def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
+        self._store.write(f"{directory}/part-00000.parquet", _parquet(rows))
+
+    def write_text(self, identity: str, text: str) -> None:
+        self._store.write(f"metadata/part-00000-{identity}.txt", text.encode() + b"\n")
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+
+class _SparkFiles:
+    """Through Spark, whose committed files appear as a whole."""
+
+    def __init__(self, path: str, session: SparkSession) -> None:
+        self._path = path
+        self._session = session
+        self._hadoop: tuple[Any, Any] | None = None
+        if not _is_connect(session):
+            classic: Any = session
+            root = classic._jvm.org.apache.hadoop.fs.Path
+            configuration = classic._jsparkSession.sessionState().newHadoopConf()
+            self._hadoop = root(path).getFileSystem(configuration), root
+
+    def exists(self) -> bool:
+        if self._hadoop is None:
+            return bool(self.texts())
+        files, path = self._hadoop
+        return any(files.exists(path(f"{self._path}/{name}")) for name in ("metadata", "data"))
+
+    def names(self) -> list[str] | None:
+        if self._hadoop is None:
+            return None
+        files, path = self._hadoop
+
+        def below(directory: str) -> list[str]:
+            found = path(f"{self._path}/{directory}" if directory else self._path)
+            if not files.exists(found):
+                return []
+            prefix = f"{directory}/" if directory else ""
+            return [prefix + one.getPath().getName() for one in files.listStatus(found)]
+
+        inner = [name for directory in ("metadata", "data") for name in below(directory) if _is_visible(name)]
+        return inner + [name for name in below("") if name not in ("metadata", "data")]
+
+    def texts(self) -> list[str]:
+        from pyspark.errors import AnalysisException
+
+        try:
+            return [row[0] for row in self._session.read.text(f"{self._path}/metadata").collect()]
+        except AnalysisException as error:
+            if "PATH_NOT_FOUND" in str(error):
+                return []
+            raise
+
+    def rows(self, directory: str) -> Iterable[_Row]:
+        # Directly in `data` there may be directories of other saves besides.
+        found = f"{self._path}/{directory}" + ("/*.parquet" if directory == "data" else "")
+        return [(row.part, row.chunk, bytes(row.bytes)) for row in self._session.read.parquet(found).collect()]
+
+    def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
+        frame = self._session.createDataFrame(rows, _DATA).coalesce(1)
+        frame.write.mode("errorifexists").parquet(f"{self._path}/{directory}")
+
+    def write_text(self, identity: str, text: str) -> None:
+        del identity  # Spark's names are unique
+        frame = self._session.createDataFrame([(text,)], "value string").coalesce(1)
+        frame.write.mode("append").text(f"{self._path}/metadata")
+
+    def delete(self, name: str) -> None:
+        if self._hadoop is not None:
+            files, path = self._hadoop
+            files.delete(path(f"{self._path}/{name}"), True)
+
+
+def _is_visible(name: str) -> bool:
+    """Whether a file counts: Spark's marks and checksums go with their files."""
+    return not name.rpartition("/")[2].startswith(("_", "."))
+
+
+def _saves(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The objects of Spark ML among the lines; half a line is none."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict) and "class" in one]
+
+
+def _number(metadata: dict[str, Any]) -> int:
+    return metadata.get("save", {}).get("number", 0)
+
+
+def _is_connect(session: SparkSession) -> bool:
+    return type(session).__module__.startswith("pyspark.sql.connect")
+
+
+def _spark_knows(path: str, session: SparkSession) -> bool:
+    scheme = _SCHEME.match(path)
+    if scheme is None or _is_connect(session):
+        return True
+    classic: Any = session
+    configuration = classic._jsparkSession.sessionState().newHadoopConf()
+    try:
+        classic._jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme[1], configuration)
+    except Exception:  # noqa: BLE001 - whatever keeps it from loading
+        return False
+    return True
+
+
+def _chunks(part: str, data: bytes) -> list[tuple[str, int, bytearray]]:
+    starts = range(0, max(len(data), 1), _CHUNK)
+    return [(part, index, bytearray(data[start : start + _CHUNK])) for index, start in enumerate(starts)]
+
+
+def _parquet(rows: list[tuple[str, int, bytearray]]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    part, chunk, data = zip(*rows, strict=True) if rows else ((), (), ())
+    columns = [pa.array(part, pa.string()), pa.array(chunk, pa.int32()), pa.array(map(bytes, data), pa.binary())]
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]), file)
+    return file.getvalue()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A chart of a history: lines over epochs, in SVG, which notebooks show without any library."""
+
+from __future__ import annotations
+
+import html
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farandole.runner.show.history import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.runner.show.history import Entry
+
+_WIDTH, _HEIGHT = 360, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 34
+_COLORS = ("#3465a4", "#cc0000")
+_FAINT = "#b8c7dc"
+_POINTS = 400
+"""Points of a line at most: the picture stays small, however long the run is."""
+_HIDDEN = ("epoch", "seconds", "rows")
+
+
+class Chart:
+    """Panels of lines, one for the loss and one for each metric; training and validation share a panel.
+
+    Notebooks show it by itself; `save` writes it.
+
+    Args:
+        history: one entry per epoch.
+        names: which numbers; default: all.
+        steps: losses within epochs, each with its place in epochs from the start of the run.
+    """
+
+    def __init__(
+        self,
+        history: Sequence[Entry],
+        names: Sequence[str] | None = None,
+        steps: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        rows = [flat(entry) for entry in thinned(history)]
+        self._steps = [(place, loss) for place, loss in thinned(steps) if math.isfinite(loss)]
+        found = dict.fromkeys(name.removeprefix("val_") for row in rows for name in row if name not in _HIDDEN)
+        chosen = [name for name in found if names is None or name in names]
+        self._panels = [
+            (name, [(row["epoch"] + 1, row.get(name), row.get(f"val_{name}")) for row in rows]) for name in chosen
+        ]
+        if self._steps and not self._panels:
+            self._panels = [("loss", [])]
+
+    @property
+    def svg(self) -> str:
+        """The picture."""
+        panels = [
+            _panel(name, points, index * _WIDTH, self._steps if name == "loss" else [])
+            for index, (name, points) in enumerate(self._panels)
+        ]
+        width = _WIDTH * max(1, len(panels))
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT}" '
+            f'font-family="sans-serif" font-size="11">{"".join(panels)}</svg>'
+        )
+
+    def save(self, path: str) -> None:
+        """Writes the picture.
+
+        Args:
+            path: of a local file, such as `history.svg`.
+        """
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def _repr_html_(self) -> str:
+        return self.svg
+
+
+def thinned(rows: Sequence[Any], most: int = _POINTS) -> list[Any]:
+    """At most so many rows, evenly spaced, the last one among them.
+
+    Args:
+        rows: any.
+        most: at least one.
+    """
+    stride = -(-len(rows) // most) or 1
+    return list(rows[::-1][::stride][::-1])
+
+
+def _panel(
+    name: str, points: Sequence[tuple[float, Any, Any]], left: float, steps: Sequence[tuple[float, float]] = ()
+) -> str:
+    values = [value for _, *pair in points for value in pair if value is not None and math.isfinite(value)]
+    values += [loss for _, loss in steps]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    places = [*(one[0] for one in points), *(place for place, _ in steps)]
+    first, end = min(places), max(places)
+    last = max(end, first + 1)
+
+    def place(epoch: float, value: float) -> str:
+        x = left + _LEFT + (epoch - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+        y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return f"{x:.1f},{y:.1f}"
+
+    lines = [_line([place(*one) for one in steps], _FAINT)] if steps else []
+    lines += [
+        _line(
+            [place(one[0], one[which]) for one in points if one[which] is not None and math.isfinite(one[which])], color
+        )
+        for which, color in enumerate(_COLORS, start=1)
+    ]
+    bottom, right = _HEIGHT - _BOTTOM, left + _WIDTH - _RIGHT
+    axis = f'<path d="M{left + _LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#888"/>'
+    marks = [
+        _text(left + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
+        _text(left + _LEFT - 4, bottom, f"{low:.4g}", "end"),
+        _text(left + _LEFT, bottom + 14, f"epoch {first:g}" if first == int(first) else f"epoch {first:.2f}", "start"),
+        _text(right, bottom + 14, f"{end:g}" if end == int(end) else f"{end:.2f}", "end"),
+        _text(left + _LEFT, 16, name, "start", weight="bold"),
+    ]
+    if any(one[2] is not None for one in points):
+        marks += [
+            _text(right - 70, 16, "training", "end", color=_COLORS[0]),
+            _text(right, 16, "validation", "end", color=_COLORS[1]),
+        ]
+    return axis + "".join(lines) + "".join(marks)
+
+
+def _line(points: list[str], color: str) -> str:
+    if len(points) == 1:
+        x, _, y = points[0].partition(",")
+        return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
+    return f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>' if points else ""
+
+
+def _text(x: float, y: float, text: str, anchor: str, *, weight: str = "normal", color: str = "#333") -> str:
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" fill="{color}">{html.escape(text)}</text>'
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A history as TensorBoard's event file.
+
+The file is a sequence of records: length (8 bytes), masked CRC-32C of the length, the record, masked CRC-32C of it. A
+record is a protocol-buffer message `Event` with a time, a step and a summary of named numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import cache
+from typing import TYPE_CHECKING
+
+from farandole.runner.show.history import flat
+
+if TYPE_CHECKING:
+    from farandole.runner.show.history import Entry
+
+_POLYNOMIAL = 0x82F63B78
+_HIDDEN = ("epoch", "seconds", "rows")
+
+
+def scalars(history: list[Entry]) -> bytes:
+    """The whole file: `train/loss`, `val/loss`, `train/<metric>` and `val/<metric>` of every epoch.
+
+    Args:
+        history: one entry per epoch.
+    """
+    seconds = 0.0
+    parts = [_record(_event(0.0, 0, version=b"brain.Event:2"))]
+    for entry in history:
+        seconds += entry.get("seconds", 0.0)
+        for name, value in flat(entry).items():
+            if name not in _HIDDEN:
+                tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
+                parts.append(_record(_event(seconds, entry["epoch"] + 1, summary=_summary(tag, value))))
+    return b"".join(parts)
+
+
+def _event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = b"") -> bytes:
+    event = b"\x09" + struct.pack("<d", seconds) + b"\x10" + _varint(step)
+    if version:
+        event += b"\x1a" + _varint(len(version)) + version
+    if summary:
+        event += b"\x2a" + _varint(len(summary)) + summary
+    return event
+
+
+def _summary(tag: str, value: float) -> bytes:
+    name = tag.encode()
+    try:
+        number = struct.pack("<f", value)
+    except OverflowError:  # a loss in double precision that has run away
+        number = struct.pack("<f", math.copysign(math.inf, value))
+    body = b"\x0a" + _varint(len(name)) + name + b"\x15" + number
+    return b"\x0a" + _varint(len(body)) + body
+
+
+def _varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 0x7F:  # noqa: PLR2004 - seven bits a byte
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+def _record(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return length + _masked(length) + data + _masked(data)
+
+
+def _masked(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@cache
+def _table() -> list[int]:
+    table = []
+    for byte in range(256):
+        value = byte
+        for _ in range(8):
+            value = (value >> 1) ^ (_POLYNOMIAL if value & 1 else 0)
+        table.append(value)
+    return table

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Output of a fit in a notebook: a bar, a line of numbers and a chart that grows with every epoch, in plain HTML."""
+
+# ruff: noqa: PLC0415 - IPython is there where a notebook is
+
+from __future__ import annotations
+
+import html
+import time
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.show.chart import Chart
+from farandole.spark.common.show.progress import Progress, scores
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_REDRAW_SECONDS = 0.5
+_LINES = 20
+"""Messages that are shown, the last ones."""
+_STEPS = 2000
+"""Losses within epochs that are kept."""
+
+
+class Notebook(Progress):
+    """One output of a cell, drawn again as the fit continues."""
+
+    def __init__(self) -> None:
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+
+        self._html = HTML
+        self._lines: list[str] = []
+        self._history: list[dict[str, Any]] = []
+        self._now = ""
+        self._steps: list[tuple[float, float]] = []
+        self._done, self._drawn = 0.0, 0.0
+        self._begun: tuple[float, float] | None = None
+        self._handle: Any = display(HTML(self._page()), display_id=True)
+
+    def message(self, text: str) -> None:
+        """As `Progress.message`."""
+        self._lines.append(text)
+        self._draw(now=True)
+
+    def step(self, report: dict[str, Any]) -> None:
+        """As `Progress.step`."""
+        place = report["epoch"] + report["step"] / max(report["steps"], 1)
+        self._reaches(place / report["epochs"])
+        if self._steps and place <= self._steps[-1][0]:
+            self._steps = [one for one in self._steps if one[0] < place]  # an epoch comes again after a restart
+        self._steps.append((place, report["loss"]))
+        if len(self._steps) > _STEPS:
+            self._steps = self._steps[::2]
+        self._now = (
+            f"epoch {report['epoch'] + 1}/{report['epochs']}, batch {report['step']}/{report['steps']}: "
+            f"loss {report['loss']:.4f}, {report['rows_per_second']:,.0f} rows/s"
+        )
+        self._draw(now=False)
+
+    def epoch(self, report: dict[str, Any]) -> None:
+        """As `Progress.epoch`."""
+        entry = report["entry"]
+        self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
+        self._history.append(entry)
+        self._reaches((entry["epoch"] + 1) / report["epochs"])
+        self._now = (
+            f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, {report['rows_per_second']:,.0f} rows/s"
+        )
+        self._draw(now=True)
+
+    def _reaches(self, done: float) -> None:
+        """Takes note of how much is done, and when that began: a run may go on from a checkpoint."""
+        self._done = done
+        if self._begun is None or done < self._begun[1]:
+            self._begun = time.monotonic(), done
+
+    def _left(self) -> str:
+        """The time that is left if it goes on as it went."""
+        if self._begun is None or not self._begun[1] < self._done < 1:
+            return ""
+        began, before = self._begun
+        seconds = (time.monotonic() - began) * (1 - self._done) / (self._done - before)
+        return f", about {_told(seconds)} left"
+
+    def _draw(self, *, now: bool) -> None:
+        clock = time.monotonic()
+        if self._handle is not None and (now or clock - self._drawn >= _REDRAW_SECONDS):
+            self._drawn = clock
+            self._handle.update(self._html(self._page()))
+
+    def _page(self) -> str:
+        bar = (
+            '<div style="width:360px;height:8px;background:#ddd">'
+            f'<div style="width:{self._done:.1%};height:8px;background:#3465a4"></div></div>'
+        )
+        now = self._now + self._left() if self._now else ""
+        text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
+        chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
+        return f'<div class="farandole-progress">{bar}<div>{text}</div>{chart}</div>'
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Draws what came last."""
+        if error is not None:
+            self._now = f"ended by {type(error).__name__}"
+            self._begun = None
+        self._draw(now=True)
+
+
+def _told(seconds: float) -> str:
+    """A time in the unit that a reader would choose."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Progress of a fit in the driver: a bar in a terminal, a live chart in a notebook, a line per epoch elsewhere.
+
+With `verbose=0` it shows nothing.
+
+Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind": "epoch", ...}` with an
+entry of the history. A report that cannot be shown never disturbs the training.
+"""
+
+# ruff: noqa: PLC0415 - rich is loaded where there is a terminal
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from farandole.runner.show.history import flat
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_QUIET_SECONDS = 10.0
+_HIDDEN = ("epoch", "seconds", "rows")
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """Shows a run and says nothing; what shows something derives from it."""
+
+    def message(self, text: str) -> None:
+        """Says one sentence about the fit."""
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Takes what a worker has sent."""
+        if report.get("kind") == "step":
+            self.step(report)
+        elif report.get("kind") == "epoch":
+            self.epoch(report)
+
+    def step(self, report: dict[str, Any]) -> None:
+        """Some batches of an epoch are done."""
+
+    def epoch(self, report: dict[str, Any]) -> None:
+        """An epoch is done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leaves the terminal as it was."""
+
+
+class Lines(Progress):
+    """A line per epoch, and one every ten seconds within long epochs.
+
+    Args:
+        stream: where to; standard error when omitted.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._spoken: float | None = None
+
+    def message(self, text: str) -> None:
+        """As `Progress.message`."""
+        print(text, file=self._stream, flush=True)
+
+    def step(self, report: dict[str, Any]) -> None:
+        """As `Progress.step`."""
+        now = time.monotonic()
+        self._spoken = now if self._spoken is None else self._spoken
+        if now - self._spoken >= _QUIET_SECONDS:
+            self._spoken = now
+            place = f"epoch {report['epoch'] + 1}/{report['epochs']}  batch {report['step']}/{report['steps']}"
+            self.message(f"{place}  loss {report['loss']:.4f}  {report['rows_per_second']:,.0f} rows/s")
+
+    def epoch(self, report: dict[str, Any]) -> None:
+        """As `Progress.epoch`."""
+        self._spoken = time.monotonic()
+        place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
+        self.message(f"{place}  {scores(report['entry'])}  {report['rows_per_second']:,.0f} rows/s")
+
+
+class Bar(Progress):
+    """A live bar: epoch, batch, rows per second, loss and what the last validation gave."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Rich
+
+        self._rich = Rich(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]} rows/s  loss {task.fields[loss]}  {task.fields[validation]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._rich.start()  # at once: what is printed from now on goes above the bar
+        self._task: Any = None
+        self._validation = ""
+
+    def message(self, text: str) -> None:
+        """As `Progress.message`."""
+        self._rich.console.print(text, markup=False, highlight=False)
+
+    def step(self, report: dict[str, Any]) -> None:
+        """As `Progress.step`."""
+        self._show(report["epoch"], report["epochs"], report["step"], report["steps"], report)
+
+    def epoch(self, report: dict[str, Any]) -> None:
+        """As `Progress.epoch`."""
+        row = flat(report["entry"])
+        found = {name: value for name, value in row.items() if name.startswith("val_")}
+        self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        loss = {"loss": row["loss"], "rows_per_second": report["rows_per_second"]}
+        self._show(report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss)
+
+    def _show(self, epoch: int, epochs: int, step: int, steps: int, numbers: dict[str, Any]) -> None:
+        fields: dict[str, Any] = {
+            "epoch": f"{epoch + 1}/{epochs}",
+            "speed": f"{numbers['rows_per_second']:,.0f}",
+            "loss": f"{numbers['loss']:.4f}",
+            "validation": self._validation,
+        }
+        if self._task is None:
+            self._task = self._rich.add_task("training", total=steps * epochs, **fields)
+        self._rich.update(self._task, completed=epoch * steps + step, **fields)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the live display."""
+        self._rich.stop()
+
+
+def progress(verbose: int) -> Progress:
+    """The right way to show a fit here.
+
+    Args:
+        verbose: the estimator's parameter.
+
+    Returns:
+        A context manager; reports are for its inside.
+    """
+    if verbose <= 0:
+        return Progress()
+    from farandole.common.notebook import in_notebook
+    from farandole.spark.common.show.notebook import Notebook
+
+    if in_notebook():
+        return Notebook()
+    if not sys.stderr.isatty():
+        return Lines()
+    try:
+        return Bar()
+    except ImportError:
+        return Lines()
+
+
+def scores(entry: dict[str, Any]) -> str:
+    """Loss and metrics of an epoch, in one line.
+
+    Args:
+        entry: of the history.
+    """
+    return "  ".join(f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN)

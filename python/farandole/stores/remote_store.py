@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One run's paths in a store, as training processes have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farandole._native import store as native
+from farandole.stores import durable, seals
+
+if TYPE_CHECKING:
+    from farandole.stores.options import StorageOptions
+
+
+@dataclass(frozen=True)
+class RemoteStore:
+    """The paths of one run, as plain values that travel to training processes."""
+
+    train_data_path: str
+    val_data_path: str
+    test_data_path: str
+    saving_runs: bool
+    runs_path: str
+    run_path: str | None
+    checkpoint_path: str | None
+    logs_path: str | None
+    checkpoint_filename: str
+    logs_subdir: str
+    storage_options: StorageOptions
+    seal_key: bytes | None = field(default=None, repr=False)
+
+    def read(self, name: str) -> bytes | None:
+        """A file of the run, or `None` where there is none.
+
+        Args:
+            name: path below the run's directory.
+        """
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return run.read(name) if run.exists(name) else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file of the run so that nobody ever sees half of it; nothing happens when runs are not saved.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+        """
+        if self.run_path is not None:
+            native.Store(self.run_path).write(name, data)
+
+    def write_checkpoint(self, name: str, data: bytes) -> None:
+        """Writes a file as `write` does, so that it outlives a loss of power; of the run's checkpoint two are kept.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+        """
+        if self.run_path is not None:
+            run = native.Store(self.run_path)
+            seals.note(run, name, data, self.seal_key)
+            durable.write(run, name, data, keeps=name == self.checkpoint_filename)
+
+    def read_checkpoint(self, name: str) -> bytes | None:
+        """A checkpoint of the run, or `None` where there is none; a damaged one is named in a warning and not used.
+
+        Args:
+            name: path below the run's directory.
+        """
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return durable.read(run, name, partial(self._fault, run))
+
+    def resume(self) -> bytes | None:
+        """The checkpoint that the run continues from, or `None` for a fresh run.
+
+        Raises:
+            ValueError: there are checkpoints, and none of them can be used.
+        """
+        if self.run_path is None:
+            return None
+        run = native.Store(self.run_path)
+        return durable.resume(run, self.checkpoint_filename, partial(self._fault, run))
+
+    def _fault(self, run: native.Store, name: str, data: bytes) -> str | None:
+        return seals.fault(run, name, data, self.seal_key)
