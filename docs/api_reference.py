@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import griffe
 from sphinx.util import logging
@@ -120,14 +120,46 @@ def documented(member: Any, title: str, kind: str, width: int, *, method: bool =
     return directive(kind, title + signature(thing, method=method), docstring(thing), width)
 
 
-def declared(attribute: Any) -> tuple[str, str] | None:
-    """Name and description of an estimator's parameter, which a call of `declare` makes."""
-    value = str(attribute.value or "")
-    if not value.startswith("declare("):
+class Stated(NamedTuple):
+    """A parameter of Spark ML, as the sources state it: `batch_size: Parameter[int] = Parameter("Rows.", ...)`."""
+
+    name: str
+    kind: str
+    doc: str
+    default: str
+
+    @property
+    def keyword(self) -> str:
+        """The keyword of the constructor."""
+        return f"{self.name}: {self.kind} | None = None"
+
+    @property
+    def row(self) -> str:
+        """The row of a table."""
+        cells = f"`{self.name}`", f"`{self.kind}`", f"`{self.default}`", self.doc
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def stated(attribute: Any) -> Stated | None:
+    """The parameter that an attribute states, if it is one."""
+    kind = str(attribute.annotation or "")
+    if not kind.startswith("Parameter["):
         return None
-    call = ast.parse(value, mode="eval").body
-    words = [argument.value for argument in getattr(call, "args", [])[:2] if isinstance(argument, ast.Constant)]
-    return (words[0], words[1]) if len(words) == 2 else None  # noqa: PLR2004 - a name and its description
+    call = ast.parse(str(attribute.value), mode="eval").body
+    if not isinstance(call, ast.Call):
+        return None
+    defaults = [ast.unparse(one.value) for one in call.keywords if one.arg == "default"]
+    return Stated(attribute.name, kind[len("Parameter[") : -1], ast.literal_eval(call.args[0]), *defaults)
+
+
+def of_parameters(cls: Any) -> list[Stated]:
+    """The parameters of a class, those of its base classes first."""
+    found: dict[str, Stated] = {}
+    for base in (*reversed(cls.mro()), cls):
+        for member in base.members.values():
+            if member.is_attribute and (one := stated(member)) is not None:
+                found[one.name] = one
+    return list(found.values())
 
 
 def of_class(cls: Any, title: str, width: int) -> Lines:
@@ -135,18 +167,17 @@ def of_class(cls: Any, title: str, width: int) -> Lines:
     body = docstring(cls)
     init = cls.all_members.get("__init__")
     call = signature(target(init), method=True) if init is not None else ""
-    if init is not None:
+    parameters = of_parameters(cls)
+    if parameters:
+        call = f"(*, {', '.join(one.keyword for one in parameters)})"
+    elif init is not None:
         body += docstring(target(init))
-    parameters: Lines = []
     members: Lines = []
     for name, member in sorted({**cls.inherited_members, **cls.members}.items()):
         thing = target(member)
         if name.startswith("_") or not thing.path.startswith("farandole."):
             continue
-        row = declared(thing) if thing.is_attribute else None
-        if row is not None:
-            parameters.append(f"| `{row[0]}` | {row[1].replace('|', chr(92) + '|')} |")
-        elif thing.is_function and thing.has_docstring:
+        if thing.is_function and thing.has_docstring:
             kind = (
                 "classmethod"
                 if "classmethod" in thing.labels
@@ -159,7 +190,8 @@ def of_class(cls: Any, title: str, width: int) -> Lines:
             kind = "property" if "property" in thing.labels else "attribute"
             members += directive(kind, name, docstring(thing), width - 1)
     if parameters:
-        body += ["", "| parameter | meaning |", "| --- | --- |", *parameters, ""]
+        body += ["", "| parameter | type | default | meaning |", "| --- | --- | --- | --- |"]
+        body += [*(one.row for one in parameters), ""]
         body += ["Each parameter has a setter and a getter in Spark ML's form: `setBatchSize`, `getBatchSize`.", ""]
     kind = "exception" if any("Error" in str(base) or "Exception" in str(base) for base in cls.bases) else "class"
     return directive(kind, title + (call if kind == "class" else ""), body + members, width)

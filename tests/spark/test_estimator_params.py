@@ -181,14 +181,42 @@ def test_every_parameter_is_judged_when_it_is_set_or_takes_anything(kind):
     assert not set(WRONG[kind]) & ANY[kind]
 
 
-def test_the_constructor_takes_parameters_alone(kind):
-    taken = set(inspect.signature(ESTIMATORS[kind].__init__).parameters) - {"self"}
-    known = {param.name for param in ESTIMATORS[kind]().params}
-    assert taken <= known
-    # What is only accepted for the sake of other frameworks' estimators.
-    assert known - taken <= {
-        "tensorflow_dataset_prefetch_buffer_size", "compress_sparse_cols", "continuous_cols", "categorical_cols",
-    }  # fmt: skip
+def test_the_constructor_takes_every_parameter_by_name_and_its_documentation_lists_it(kind):
+    constructor, params = ESTIMATORS[kind].__init__, ESTIMATORS[kind]().params
+    taken = inspect.signature(constructor).parameters
+    assert set(taken) - {"self"} == {param.name for param in params}
+    assert all(one.default is None and one.kind is one.KEYWORD_ONLY for name, one in taken.items() if name != "self")
+    assert all(taken[param.name].annotation for param in params)
+    told = " ".join(inspect.getdoc(constructor).split())
+    assert all(f"{param.name}: {param.doc}" in told for param in params)
+    assert "batch_size: Rows per step and process. Default: `32`." in told
+
+
+def test_none_stands_for_the_default_and_what_is_no_parameter_is_refused(kind):
+    made = ESTIMATORS[kind](batch_size=None, epochs=3)
+    assert made.getBatchSize() == 32
+    assert not made.isSet("batch_size")
+    assert made.isSet("epochs")
+    with pytest.raises(TypeError, match=r"no parameter of .*: epoch$"):
+        ESTIMATORS[kind](epoch=3)
+    with pytest.raises(TypeError, match="positional"):
+        ESTIMATORS[kind](3)
+
+
+def test_a_default_is_never_shared_between_estimators(kind):
+    ESTIMATORS[kind]().getCallbacks().append("mine")
+    assert ESTIMATORS[kind]().getCallbacks() == []
+
+
+def test_a_subclass_keeps_the_constructor_that_it_or_its_base_defines(kind):
+    class Base(ESTIMATORS[kind]):
+        def __init__(self, size):
+            super().__init__(batch_size=size)
+
+    class Derived(Base):
+        pass
+
+    assert Base(3).getBatchSize() == Derived(3).getBatchSize() == 3
 
 
 @pytest.mark.parametrize(

@@ -1,183 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks of single arguments. Each returns the value in its canonical form, or raises an error.
+"""Checks of arguments.
 
-Most functions here take the name of the argument, for the error's message, and return the check.
+A check is a function of an argument's name and value. It returns the value in its canonical form, or raises an error
+that names the argument. `at_least`, `choice`, `optional`, `deprecated` and `made_by` return a check.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Check = Callable[[str, Any], Any]
 
 
-def anything(value: Any) -> Any:
-    """Any value is as good as another; a check needs more than the value alone."""
+def anything(name: str, value: Any) -> Any:
+    """Any value: whether it is good depends on other arguments."""
+    del name
     return value
 
 
-def named(name: str, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What `convert` makes of a value; what is wrong with one is told with the parameter's name."""
-
-    def checked(value: Any) -> Any:
-        try:
-            return convert(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-
-    return checked
-
-
-def at_least(name: str, least: int) -> Callable[[Any], int]:
+def at_least(least: int) -> Callable[[str, Any], int]:
     """A whole number, `least` or more."""
 
-    def convert(value: Any) -> int:
+    def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be a whole number: {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}: {value}")
         return int(value)
 
-    return convert
+    return check
 
 
-def flag(name: str) -> Callable[[Any], bool]:
+def positive(name: str, value: Any) -> float:
+    """A number above zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number: {value!r}")
+    if not float(value) > 0:
+        raise ValueError(f"{name} must be above 0: {value}")
+    return float(value)
+
+
+def numbers(name: str, value: Any) -> list[float]:
+    """A list of numbers."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):
+        raise TypeError(f"{name} must be a list of numbers: {value!r}")
+    return [float(item) for item in value]
+
+
+def flag(name: str, value: Any) -> bool:
     """True or False."""
-
-    def convert(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False: {value!r}")
-        return value
-
-    return convert
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False: {value!r}")
+    return value
 
 
-def text(name: str) -> Callable[[Any], str]:
-    """A string with something in it."""
-
-    def convert(value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a string: {value!r}")
-        if not value:
-            raise ValueError(f"{name} must not be empty")
-        return value
-
-    return convert
+def text(name: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string: {value!r}")
+    if not value:
+        raise ValueError(f"{name} must not be empty")
+    return value
 
 
-def optional(name: str) -> Callable[[Any], str | None]:
-    """A string with something in it, or `None`."""
-    return lambda value: None if value is None else text(name)(value)
-
-
-def names(name: str) -> Callable[[Any], list[str]]:
-    """A list of column names; one name alone stands for a list of one."""
-
-    def convert(value: Any) -> list[str]:
-        columns = [value] if isinstance(value, str) else value
-        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
-            raise TypeError(f"{name} must be a list of column names: {value!r}")
-        if not columns:
-            raise ValueError(f"{name} must name at least one column")
-        twice = sorted({column for column in columns if list(columns).count(column) > 1})
-        if twice:
-            raise ValueError(f"{name} names a column twice: {', '.join(twice)}")
-        return list(columns)
-
-    return convert
-
-
-def choice(name: str, *options: str) -> Callable[[Any], str]:
+def choice(*options: str) -> Callable[[str, Any], str]:
     """One of a few words."""
 
-    def convert(value: Any) -> str:
+    def check(name: str, value: Any) -> str:
         if value not in options:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}: {value!r}")
         return value
 
-    return convert
+    return check
 
 
-def function(name: str) -> Callable[[Any], Any]:
-    """Something to call."""
+def names(name: str, value: Any) -> list[str]:
+    """A list of column names; one name alone stands for a list of one."""
+    columns = [value] if isinstance(value, str) else value
+    if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+        raise TypeError(f"{name} must be a list of column names: {value!r}")
+    if not columns:
+        raise ValueError(f"{name} must name at least one column")
+    twice = sorted({column for column in columns if list(columns).count(column) > 1})
+    if twice:
+        raise ValueError(f"{name} names a column twice: {', '.join(twice)}")
+    return list(columns)
 
-    def convert(value: Any) -> Any:
-        if not callable(value):
-            raise TypeError(f"{name} must be a function: {value!r}")
-        return value
 
-    return convert
+def names_if_any(name: str, value: Any) -> list[str]:
+    """A list of column names, which may be empty."""
+    return [] if isinstance(value, list | tuple) and not value else names(name, value)
 
 
-def listed(name: str) -> Callable[[Any], list[Any]]:
+def listed(name: str, value: Any) -> list[Any]:
     """A list of anything; one object alone stands for a list of one."""
-
-    def convert(value: Any) -> list[Any]:
-        if isinstance(value, str | dict):
-            raise TypeError(f"{name} must be a list: {value!r}")
-        return list(value) if isinstance(value, list | tuple) else [value]
-
-    return convert
+    if isinstance(value, str | dict):
+        raise TypeError(f"{name} must be a list: {value!r}")
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def text_list(name: str) -> Callable[[Any], list[str]]:
-    """A list of names, which may be empty."""
-
-    def convert(value: Any) -> list[str]:
-        return [] if isinstance(value, list | tuple) and not value else names(name)(value)
-
-    return convert
+def function(name: str, value: Any) -> Any:
+    """Something to call."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function: {value!r}")
+    return value
 
 
-def deprecated(name: str, why: str) -> Callable[[Any], Any]:
+def functions(name: str, value: Any) -> list[Any]:
+    """A list of functions of (output, label), or of one list of them per label."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if not callable(item) and not (isinstance(item, list | tuple) and all(callable(one) for one in item)):
+            raise TypeError(f"{name} must be functions of (output, label): {item!r}")
+    return items
+
+
+def shapes(name: str, value: Any) -> list[list[int]]:
+    """A list of shapes, one per column."""
+    if not isinstance(value, list | tuple) or not all(isinstance(shape, list | tuple) for shape in value):
+        raise TypeError(f"{name} must be a list of shapes, one per column: {value!r}")
+    for shape in value:
+        if not all(isinstance(size, Integral) and (int(size) > 0 or size == -1) for size in shape):
+            raise ValueError(f"{name} must hold positive sizes or -1: {list(shape)}")
+        if list(shape).count(-1) > 1:
+            raise ValueError(f"{name} may contain -1 only once in a shape: {list(shape)}")
+    return [[int(size) for size in shape] for shape in value]
+
+
+def optional(check: Check) -> Check:
+    """`None`, or what another check accepts."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def made_by(convert: Callable[[Any], Any]) -> Check:
+    """What a function makes of the value; its `ValueError` gets the argument's name."""
+
+    def check(name: str, value: Any) -> Any:
+        try:
+            return convert(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    return check
+
+
+def deprecated(why: str) -> Check:
     """Any value, with a warning that it does nothing."""
 
-    def convert(value: Any) -> Any:
+    def check(name: str, value: Any) -> Any:
         warnings.warn(f"{name} is deprecated and ignored: {why}", DeprecationWarning, stacklevel=2)
         return value
 
-    return convert
-
-
-def numbers(name: str) -> Callable[[Any], list[float]]:
-    """A list of numbers."""
-
-    def convert(value: Any) -> list[float]:
-        if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):
-            raise TypeError(f"{name} must be a list of numbers: {value!r}")
-        return [float(item) for item in value]
-
-    return convert
-
-
-def callables(name: str) -> Callable[[Any], list[Any]]:
-    """A list of functions, or of one list of functions per label."""
-
-    def convert(value: Any) -> list[Any]:
-        items = list(value) if isinstance(value, list | tuple) else [value]
-        for item in items:
-            if not callable(item) and not (isinstance(item, list | tuple) and all(callable(one) for one in item)):
-                raise TypeError(f"{name} must be functions of (output, label): {item!r}")
-        return items
-
-    return convert
-
-
-def shapes(name: str) -> Callable[[Any], list[list[int]]]:
-    """A list of shapes, one per column."""
-
-    def convert(value: Any) -> list[list[int]]:
-        if not isinstance(value, list | tuple) or not all(isinstance(shape, list | tuple) for shape in value):
-            raise TypeError(f"{name} must be a list of shapes, one per column: {value!r}")
-        for shape in value:
-            if not all(isinstance(size, Integral) and (int(size) > 0 or size == -1) for size in shape):
-                raise ValueError(f"{name} must hold positive sizes or -1: {list(shape)}")
-            if list(shape).count(-1) > 1:
-                raise ValueError(f"{name} may contain -1 only once in a shape: {list(shape)}")
-        return [[int(size) for size in shape] for shape in value]
-
-    return convert
+    return check

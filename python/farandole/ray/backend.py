@@ -89,7 +89,7 @@ class RayBackend(Backend):
         reset_limit: int | None = None,
     ) -> None:
         needed()
-        self._num_workers = at_least("num_workers", 1)(num_workers)
+        self._num_workers = at_least(1)("num_workers", num_workers)
         self._bounds = elastic_bounds(num_workers, min_num_proc, max_num_proc)
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}

@@ -67,7 +67,7 @@ def trainable(
     from farandole.runner import warm as warm_workers  # noqa: PLC0415 - as above
     from ray import tune  # noqa: PLC0415 - Ray may be absent
 
-    size = at_least("num_workers", 1)(num_workers)
+    size = at_least(1)("num_workers", num_workers)
     bundle = {"CPU": cpus_per_worker, "GPU": gpus(gpus_per_worker, use_gpu, "gpus_per_worker")}
     # The process of a trial does not load the function, so it imports nothing of the user's and cannot tell.
     packed = Packed(payload(train, (), None))
@@ -145,7 +145,7 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     each = num_workers if num_slots is None else num_slots
     return trainable(
         func,
-        at_least("num_hosts", 1)(num_hosts) * at_least("num_workers", 1)(each),
+        at_least(1)("num_hosts", num_hosts) * at_least(1)("num_workers", each),
         use_gpu=use_gpu,
         gpus_per_worker=num_gpus_per_worker if num_gpus_per_slot is None else num_gpus_per_slot,
         cpus_per_worker=num_cpus_per_worker if num_cpus_per_slot is None else num_cpus_per_slot,

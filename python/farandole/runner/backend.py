@@ -131,7 +131,7 @@ class LocalBackend(Backend):
     ) -> None:
         self._given = num_proc
         self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
-        self._num_proc = _cores() if num_proc is None else at_least("num_proc", 1)(num_proc)
+        self._num_proc = _cores() if num_proc is None else at_least(1)("num_proc", num_proc)
         if num_proc is None and self._bounds:
             self._num_proc = elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
@@ -237,7 +237,7 @@ def elastic_bounds(first: int | None, least: int | None, most: int | None) -> di
     if bounds and (first is not None or most is not None):
         elastic_sizes(first, least, most, lambda: 1)
     for name, value in bounds.items():
-        at_least(name, 1)(value)
+        at_least(1)(name, value)
     return bounds
 
 

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import os
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from farandole.common.check import at_least
+from farandole.common.check import at_least, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,28 +36,15 @@ def elastic_limit(elastic_timeout: float | None) -> float:
 
 def _limit(argument: str, given: float | None, knob: str) -> float:
     if given is not None:
-        return positive(argument)(given)
+        return positive(argument, given)
     for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
         text = os.environ.get(name)
         if text:
             try:
-                return positive(name)(float(text))
+                return positive(name, float(text))
             except ValueError:
                 raise ValueError(f"{name} must be a number of seconds above 0: {text}") from None
     return _START_TIMEOUT
-
-
-def positive(name: str) -> Callable[[Any], float]:
-    """A number above zero."""
-
-    def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number: {value!r}")
-        if not float(value) > 0:
-            raise ValueError(f"{name} must be above 0: {value}")
-        return float(value)
-
-    return convert
 
 
 def elastic_sizes(
@@ -77,7 +63,7 @@ def elastic_sizes(
     """
     for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
         if value is not None:
-            at_least(name, 1)(value)
+            at_least(1)(name, value)
     first = num_proc if num_proc is not None else most if most is not None else max(default(), least or 1)
     least, most = first if least is None else least, first if most is None else most
     if not least <= first <= most:

@@ -389,7 +389,7 @@ def run_with(
             stacklevel=3,
         )
     cluster = Cluster.active()
-    size = cluster.default_parallelism() if num_proc is None else at_least("num_proc", 1)(num_proc)
+    size = cluster.default_parallelism() if num_proc is None else at_least(1)("num_proc", num_proc)
     cluster.check(size)
     if resource_profile is not None:
         cluster.check_profiles()

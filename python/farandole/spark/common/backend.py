@@ -82,7 +82,7 @@ class SparkBackend(Backend):
         max_num_proc: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._num_proc = None if num_proc is None else at_least("num_proc", 1)(num_proc)
+        self._num_proc = None if num_proc is None else at_least(1)("num_proc", num_proc)
         self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):

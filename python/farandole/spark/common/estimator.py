@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from farandole.stores.store import AbstractFilesystemStore
 
 
-class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
+class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
     """The base of the estimators of all frameworks."""
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's

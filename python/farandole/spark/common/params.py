@@ -1,196 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters of estimators and models, as Spark ML `Param`s with one accessor pair each.
+"""The parameters of all estimators, and of all fitted models."""
 
-A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of `fit`. A wrong value is a
-`ValueError` or `TypeError` that names the parameter.
-"""
-
-# ruff: noqa: N802, N815, SLF001 - names are Spark ML's
+# ruff: noqa: N802, N815 - names are Spark ML's
 
 from __future__ import annotations
 
 import multiprocessing
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-from pyspark.ml.param import Param, Params
+from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
 from farandole.spark.common import values
+from farandole.spark.common.parameter import Parameter, Parameters, accessors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-T = TypeVar("T")
-
-
-def declare(name: str, doc: str, convert: Callable[[Any], T]) -> Param[T]:
-    """A `Param` that no object owns yet.
-
-    Args:
-        name: its name, also the constructor's keyword.
-        doc: what it means.
-        convert: checks and normalises a value; called with the value alone.
-
-    Returns:
-        The parameter, to be assigned to a class attribute of that name.
-    """
-    return Param(Params._dummy(), name, doc, convert)
+    from farandole.runner.backend import Backend
+    from farandole.stores.store import Store
 
 
-def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
-    """The setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
-
-    Args:
-        name: the parameter's name.
-
-    Returns:
-        Two functions, to be assigned to `set<Name>` and `get<Name>`.
-    """
-
-    def setter(self: Params, value: Any) -> Params:
-        return self._set(**{name: value})
-
-    def getter(self: Params) -> Any:
-        return self.getOrDefault(name)
-
-    setter.__doc__ = f"Sets `{name}` and returns the object itself."
-    getter.__doc__ = f"The value of `{name}`, or its default."
-    return setter, getter
-
-
-class EstimatorParams(Params):
+class EstimatorParams(Parameters):
     """The parameters of every estimator."""
 
-    num_proc = declare("num_proc", "training processes; not together with backend", check.at_least("num_proc", 1))
-    model = declare("model", "the model to train", check.anything)
-    backend = declare("backend", "where training processes run; not together with num_proc", values.backend)
-    store = declare("store", "place of prepared data, checkpoints and logs", values.store)
-    optimizer = declare("optimizer", "the optimizer, made over the model's parameters", check.anything)
-    loss = declare("loss", "the loss, or a list of one per label column", check.anything)
-    loss_weights = declare(
-        "loss_weights", "weight of each label's loss; equal by default", check.numbers("loss_weights")
+    num_proc: Parameter[int] = Parameter(
+        "Training processes, instead of `backend`; without both, Spark's default parallelism.",
+        check.at_least(1),
+        default=None,
     )
-    sample_weight_col = declare(
-        "sample_weight_col", "column with the weight of each row in the loss", check.text("sample_weight_col")
+    model: Parameter[Any] = Parameter("The model to train.", check.anything, default=None)
+    backend: Parameter[Backend] = Parameter(
+        "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.", values.backend, default=None
     )
-    metrics = declare("metrics", "functions of (output, label), averaged over rows", check.callables("metrics"))
-    feature_cols = declare(
-        "feature_cols", "columns given to the model, one tensor each; a list in the list makes one tensor of several",
+    store: Parameter[Store | str] = Parameter(
+        "Where prepared data, checkpoints and logs live: a `Store`, or a path.", values.store, default=None
+    )
+    optimizer: Parameter[Any] = Parameter("The optimizer over the model's parameters.", check.anything, default=None)
+    loss: Parameter[Any] = Parameter("The loss, or a list of one per label column.", check.anything, default=None)
+    loss_weights: Parameter[Sequence[float]] = Parameter(
+        "Weight of each label's loss; without them, the weights are equal.", check.numbers, default=None
+    )
+    sample_weight_col: Parameter[str] = Parameter(
+        "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras model.",
+        check.text,
+        default=None,
+    )
+    metrics: Parameter[Any] = Parameter(
+        "Functions of (output, label), averaged over rows.", check.functions, default=[]
+    )
+    feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
+        "Columns for the model, one input each; a list in the list makes one input of several columns.",
         values.features,
-    )  # fmt: skip
-    label_cols = declare("label_cols", "columns to compare with the outputs", check.names("label_cols"))
-    validation = declare(
-        "validation",
-        "share of rows to hold out, or a column that is true or positive in held-out rows",
-        values.validation,
+        default=None,
     )
-    batch_size = declare("batch_size", "rows per step and process", check.at_least("batch_size", 1))
-    val_batch_size = declare(
-        "val_batch_size",
-        "rows per validation step and process; batch_size by default",
-        check.at_least("val_batch_size", 1),
+    label_cols: Parameter[Sequence[str]] = Parameter("Columns to compare the outputs with.", check.names, default=None)
+    validation: Parameter[float | str] = Parameter(
+        "Share of rows held out, or a column: true or positive rows are held out.", values.validation, default=None
     )
-    epochs = declare("epochs", "number of passes over the training rows", check.at_least("epochs", 1))
-    verbose = declare("verbose", "0 silent, 1 progress, 2 also the workers' output", check.at_least("verbose", 0))
-    random_seed = declare("random_seed", "seed of split, order and framework", check.at_least("random_seed", 0))
-    shuffle = declare("shuffle", "whether each epoch has its own order", check.flag("shuffle"))
-    partitions_per_process = declare(
-        "partitions_per_process",
-        "largest number of prepared files per process",
-        check.at_least("partitions_per_process", 1),
+    validation_stratify: Parameter[str] = Parameter(
+        "Column of classes: the share `validation` is held out of each, of every class with two rows at least one.",
+        check.optional(check.text),
+        default=None,
     )
-    run_id = declare("run_id", "name of the run; an existing run's checkpoint is resumed", values.run_id)
-    resume = declare(
-        "resume", "auto: continue only with the same data, model and parameters; force: always",
-        check.choice("resume", "auto", "force"),
-    )  # fmt: skip
-    train_steps_per_epoch = declare(
-        "train_steps_per_epoch", "fewer training steps per epoch", check.at_least("train_steps_per_epoch", 1)
+    validation_group: Parameter[str] = Parameter(
+        "Column of groups: all rows of a group are on one side.", check.optional(check.text), default=None
     )
-    validation_steps_per_epoch = declare(
-        "validation_steps_per_epoch",
-        "fewer validation steps per epoch",
-        check.at_least("validation_steps_per_epoch", 1),
+    validation_time: Parameter[str] = Parameter(
+        "Column of times or numbers: the latest rows are held out.", check.optional(check.text), default=None
     )
-    label_shapes = declare("label_shapes", "shape of each label's tensor", check.shapes("label_shapes"))
-    use_gpu = declare("use_gpu", "train on GPUs if every process has one", check.flag("use_gpu"))
-    backward_passes_per_step = declare(
-        "backward_passes_per_step",
-        "batches whose gradients make one step",
-        check.at_least("backward_passes_per_step", 1),
+    batch_size: Parameter[int] = Parameter("Rows per step and process.", check.at_least(1), default=32)
+    val_batch_size: Parameter[int] = Parameter(
+        "The same for validation; without it, `batch_size`.", check.at_least(1), default=None
     )
-    gradient_compression = declare(
-        "gradient_compression", "compression of gradients between processes", values.compression
+    epochs: Parameter[int] = Parameter("Number of passes over the rows.", check.at_least(1), default=1)
+    verbose: Parameter[int] = Parameter(
+        "0 silent, 1 progress, 2 also what workers print.", check.at_least(0), default=1
     )
-    callbacks = declare("callbacks", "callbacks during the training", check.listed("callbacks"))
-    continuous_cols = declare("continuous_cols", "NVTabular's; not used", check.text_list("continuous_cols"))
-    categorical_cols = declare("categorical_cols", "NVTabular's; not used", check.text_list("categorical_cols"))
-    compress_sparse_cols = declare(
-        "compress_sparse_cols", "compress vectors, which are written dense", check.flag("compress_sparse_cols")
+    callbacks: Parameter[Sequence[Any]] = Parameter(
+        "Called on every rank while the model trains.", check.listed, default=[]
     )
-    fill = declare("fill", "replacement of nulls and NaN, for all columns or by column", values.fill)
-    validation_stratify = declare(
-        "validation_stratify", "column of classes: the share is held out of each", check.optional("validation_stratify")
+    random_seed: Parameter[int] = Parameter(
+        "Seed of the split, the order and the framework.", check.at_least(0), default=None
     )
-    validation_group = declare(
-        "validation_group", "column of groups, whose rows stay together", check.optional("validation_group")
+    shuffle: Parameter[bool] = Parameter("Whether each epoch has its own order.", check.flag, default=True)
+    shuffle_buffer_size: Parameter[int] = Parameter(
+        "Ignored.", check.deprecated("the order of an epoch does not depend on a buffer"), default=None
     )
-    validation_time = declare(
-        "validation_time", "column of times: the latest rows are held out", check.optional("validation_time")
+    partitions_per_process: Parameter[int] = Parameter(
+        "Largest number of prepared files per process.", check.at_least(1), default=10
     )
-    ragged = declare("ragged", "how lists of different lengths are padded, by column", values.ragged)
-    categories = declare(
-        "categories", "columns that become indices of categories, which are learned or given", values.categories
+    run_id: Parameter[str] = Parameter(
+        "Name of the run; without it, the framework and the time. The checkpoint of an existing run is resumed.",
+        values.run_id,
+        default=None,
     )
-    allow_nan = declare("allow_nan", "accept NaN and infinities like other values", check.flag("allow_nan"))
-    shuffle_buffer_size = declare(
-        "shuffle_buffer_size", "ignored",
-        check.deprecated("shuffle_buffer_size", "the order of an epoch does not depend on a buffer"),
-    )  # fmt: skip
-    transformation_fn = declare(
-        "transformation_fn", "changes the values of each row before the model gets it",
-        check.function("transformation_fn"),
-    )  # fmt: skip
-    transformation_edit_fields = declare(
-        "transformation_edit_fields", "columns that transformation_fn changes or adds", values.edit_fields
+    resume: Parameter[str] = Parameter(
+        '`"force"` also continues a run that was started with other data, another model or other parameters.',
+        check.choice("auto", "force"),
+        default="auto",
     )
-    transformation_removed_fields = declare(
-        "transformation_removed_fields", "columns that transformation_fn removes",
-        check.text_list("transformation_removed_fields"),
-    )  # fmt: skip
-    train_reader_num_workers = declare(
-        "train_reader_num_workers", "reading threads per process", check.at_least("train_reader_num_workers", 1)
+    train_steps_per_epoch: Parameter[int] = Parameter(
+        "Training steps per epoch, fewer or more than one pass over the rows takes.", check.at_least(1), default=None
     )
-    val_reader_num_workers = declare(
-        "val_reader_num_workers", "reading threads per process in validation",
-        check.at_least("val_reader_num_workers", 1),
-    )  # fmt: skip
-    reader_pool_type = declare(
-        "reader_pool_type", "not used: readers are native threads",
-        check.choice("reader_pool_type", "thread", "process", "dummy"),
-    )  # fmt: skip
-    inmemory_cache_all = declare(
-        "inmemory_cache_all", "whether each process keeps its rows in memory", check.flag("inmemory_cache_all")
+    validation_steps_per_epoch: Parameter[int] = Parameter("The same for validation.", check.at_least(1), default=None)
+    label_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
+        "Shape of each label's tensor, -1 for its rows.", check.shapes, default=None
     )
-    mp_start_method = declare(
-        "mp_start_method", "start method of processes that a training process starts",
-        check.choice("mp_start_method", *multiprocessing.get_all_start_methods()),
-    )  # fmt: skip
-    tensorflow_dataset_prefetch_buffer_size = declare(
-        "tensorflow_dataset_prefetch_buffer_size", "batches that tf.data prepares ahead; 0 leaves it to TensorFlow",
-        check.at_least("tensorflow_dataset_prefetch_buffer_size", 0),
-    )  # fmt: skip
-    on_failure = declare(
-        "on_failure", "reaction to a lost or failed worker: an error, or a restart from the checkpoint",
-        check.choice("on_failure", "raise", "restart"),
-    )  # fmt: skip
-    max_restarts = declare("max_restarts", "largest number of restarts of one fit", check.at_least("max_restarts", 1))
-    terminate_on_nan = declare(
-        "terminate_on_nan", "whether a loss that is NaN or infinite ends the run", check.flag("terminate_on_nan")
+    use_gpu: Parameter[bool] = Parameter("Train on GPUs if every process sees one.", check.flag, default=True)
+    backward_passes_per_step: Parameter[int] = Parameter(
+        "Batches whose gradients make one step.", check.at_least(1), default=1
     )
-    mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
-    wandb = declare("wandb", "whether the run is logged to Weights & Biases", check.flag("wandb"))
+    gradient_compression: Parameter[Any] = Parameter(
+        "Compression of gradients between processes, such as `farandole.torch.Compression.fp16`.",
+        values.compression,
+        default=None,
+    )
+    transformation_fn: Parameter[Callable[..., Any]] = Parameter(
+        "Changes the values of each row, a dict by column, in the training processes; if marked by "
+        "`farandole.spark.common.transform.batched`, of whole batches.",
+        check.function,
+        default=None,
+    )
+    transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
+        "Columns it changes: (name, NumPy type, shape, whether nulls are allowed).", values.edit_fields, default=None
+    )
+    transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
+        "Columns it removes.", check.names_if_any, default=None
+    )
+    train_reader_num_workers: Parameter[int] = Parameter("Reading threads per process.", check.at_least(1), default=2)
+    val_reader_num_workers: Parameter[int] = Parameter("The same for validation.", check.at_least(1), default=2)
+    reader_pool_type: Parameter[str] = Parameter(
+        "Accepted for compatibility with Horovod: readers are native threads.",
+        check.choice("thread", "process", "dummy"),
+        default="thread",
+    )
+    inmemory_cache_all: Parameter[bool] = Parameter(
+        "Whether each process keeps its rows in memory after the first epoch.", check.flag, default=False
+    )
+    mp_start_method: Parameter[str] = Parameter(
+        "Start method of processes that a training process starts.",
+        check.choice(*multiprocessing.get_all_start_methods()),
+        default=None,
+    )
+    tensorflow_dataset_prefetch_buffer_size: Parameter[int] = Parameter(
+        "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.", check.at_least(0), default=0
+    )
+    compress_sparse_cols: Parameter[bool] = Parameter(
+        "Whether prepared vectors, which are dense, are compressed.", check.flag, default=False
+    )
+    fill: Parameter[Any] = Parameter(
+        "Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors. "
+        '`"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` '
+        "says where a column is missing.",
+        values.fill,
+        default=None,
+    )
+    categories: Parameter[Sequence[str] | Mapping[str, Sequence[Any] | int | None]] = Parameter(
+        "Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen"
+        " one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by"
+        " name of a list of categories, a number of categories, or None for all. Categories that are not "
+        "given are learned.",
+        values.categories,
+        default={},
+    )
+    ragged: Parameter[Mapping[str, Any]] = Parameter(
+        "How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.",
+        values.ragged,
+        default={},
+    )
+    allow_nan: Parameter[bool] = Parameter(
+        "Whether NaN and infinities are accepted like other values.", check.flag, default=False
+    )
+    continuous_cols: Parameter[Sequence[str]] = Parameter("NVTabular's; not used.", check.names_if_any, default=None)
+    categorical_cols: Parameter[Sequence[str]] = Parameter("NVTabular's; not used.", check.names_if_any, default=None)
+    terminate_on_nan: Parameter[bool] = Parameter(
+        "Whether a loss that is NaN or infinite ends the run.", check.flag, default=True
+    )
+    mlflow: Parameter[bool] = Parameter(
+        "Whether parameters, metrics and the model are logged to MLflow.", check.flag, default=False
+    )
+    wandb: Parameter[bool] = Parameter(
+        "Whether parameters and metrics are logged to Weights & Biases.", check.flag, default=False
+    )
+    on_failure: Parameter[str] = Parameter(
+        '`"restart"` starts a failed run again from its checkpoint.', check.choice("raise", "restart"), default="raise"
+    )
+    max_restarts: Parameter[int] = Parameter("Largest number of restarts of one fit.", check.at_least(1), default=3)
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -252,85 +247,44 @@ class EstimatorParams(Params):
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
 
-    def __init__(self) -> None:
-        """Gives every parameter its default."""
-        super().__init__()
-        self._setDefault(
-            **dict.fromkeys(
-                (
-                    "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col",
-                    "feature_cols", "label_cols", "validation", "val_batch_size", "random_seed", "run_id",
-                    "train_steps_per_epoch", "validation_steps_per_epoch", "label_shapes", "gradient_compression",
-                    "continuous_cols", "categorical_cols", "shuffle_buffer_size", "transformation_fn",
-                    "transformation_edit_fields", "transformation_removed_fields", "mp_start_method",
-                    "fill", "validation_stratify", "validation_group", "validation_time",
-                )
-            ),
-            metrics=[],
-            batch_size=32,
-            epochs=1,
-            verbose=1,
-            shuffle=True,
-            partitions_per_process=10,
-            use_gpu=True,
-            backward_passes_per_step=1,
-            callbacks=[],
-            compress_sparse_cols=False,
-            categories={},
-            ragged={},
-            allow_nan=False,
-            train_reader_num_workers=2,
-            val_reader_num_workers=2,
-            reader_pool_type="thread",
-            inmemory_cache_all=False,
-            tensorflow_dataset_prefetch_buffer_size=0,
-            on_failure="raise",
-            resume="auto",
-            max_restarts=3,
-            terminate_on_nan=True,
-            mlflow=False,
-            wandb=False,
-        )  # fmt: skip
 
-    def setParams(self, **params: Any) -> Self:
-        """Sets several parameters by name and returns the object itself.
-
-        Args:
-            **params: values by parameter name.
-
-        Returns:
-            The object.
-
-        Raises:
-            TypeError: a name is no parameter.
-        """
-        unknown = [name for name in params if not self.hasParam(name)]
-        if unknown:
-            raise TypeError(f"no parameter of {type(self).__name__}: {', '.join(sorted(unknown))}")
-        return self._set(**params)
-
-
-class ModelParams(Params):
+class ModelParams(Parameters):
     """The parameters of every fitted model."""
 
-    history = declare("history", "losses and metrics of each epoch", check.anything)
-    model = declare("model", "the trained model", check.anything)
-    feature_columns = declare("feature_columns", "columns given to the model", values.features)
-    label_columns = declare(
-        "label_columns", "columns that were compared with the outputs", check.names("label_columns")
+    history: Parameter[Any] = Parameter("Losses and metrics of each epoch.", check.anything, default=None)
+    model: Parameter[Any] = Parameter("The trained model.", check.anything, default=None)
+    feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
+        "Columns for the model, as in the estimator.", values.features, default=None
     )
-    output_cols = declare("output_cols", "columns that transform adds", check.names("output_cols"))
-    run_id = declare("run_id", "name of the run that trained the model", check.text("run_id"))
-    paths = declare("paths", "paths of the run: data, checkpoint and logs", check.anything)
-    batch_size = declare(
-        "batch_size", "largest number of rows that are predicted at once", check.at_least("batch_size", 1)
+    label_columns: Parameter[Sequence[str]] = Parameter(
+        "Columns the outputs are named after.", check.names, default=None
     )
-    fill = declare("fill", "replacement of nulls and NaN", values.fill)
-    verbose = declare("verbose", "0 shows no messages about predictions", check.at_least("verbose", 0))
-    learned = declare("learned", "the values of fill that were learned, and their kind", check.anything)
-    categories = declare("categories", "categories of the columns that have some", values.categories)
-    ragged = declare("ragged", "how lists of different lengths are padded, by column", values.ragged)
-    signature = declare("signature", "columns, shape and type of each of the model's inputs", check.anything)
+    run_id: Parameter[str] = Parameter("Name of the run that trained the model.", check.text, default=None)
+    paths: Parameter[Mapping[str, str]] = Parameter(
+        "Paths of the data, checkpoint and logs of the run.", check.anything, default=None
+    )
+    output_cols: Parameter[Sequence[str]] = Parameter(
+        "Names of the added columns, instead of `<label>__output`.", check.names, default=None
+    )
+    batch_size: Parameter[int] = Parameter(
+        "Largest number of rows that are predicted at once.", check.at_least(1), default=4096
+    )
+    fill: Parameter[Any] = Parameter("Replacement of nulls and NaN, as in the estimator.", values.fill, default=None)
+    learned: Parameter[Mapping[str, str]] = Parameter(
+        'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.', check.anything, default={}
+    )
+    categories: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
+        "The categories of each column that has some.", values.categories, default={}
+    )
+    ragged: Parameter[Mapping[str, Any]] = Parameter(
+        "How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.",
+        values.ragged,
+        default={},
+    )
+    verbose: Parameter[int] = Parameter("0 shows no messages about predictions.", check.at_least(0), default=1)
+    signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
+        "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.", check.anything, default=None
+    )
 
     setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")
@@ -347,24 +301,6 @@ class ModelParams(Params):
     setRunId, getRunId = accessors("run_id")
     setPaths, getPaths = accessors("paths")
     setBatchSize, getBatchSize = accessors("batch_size")
-
-    def setParams(self, **params: Any) -> Self:
-        """Sets several parameters by name and returns the object itself.
-
-        Args:
-            **params: values by parameter name.
-        """
-        return self._set(**params)
-
-    def __init__(self) -> None:
-        """Gives every parameter its default."""
-        super().__init__()
-        self._setDefault(
-            history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None, fill=None, categories={}, ragged={}, learned={}, signature=None,
-            verbose=1,
-            batch_size=4096,
-        )  # fmt: skip
 
     def getOutputCols(self) -> list[str]:
         """The columns `transform` adds: as set, or `<label>__output` for every label column."""

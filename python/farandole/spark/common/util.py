@@ -96,12 +96,12 @@ def prepare_data(
     """
     from farandole.spark.common.data import prepare
 
-    check.at_least("num_processes", 1)(num_processes)
-    check.at_least("partitions_per_process", 1)(partitions_per_process)
+    check.at_least(1)("num_processes", num_processes)
+    check.at_least(1)("partitions_per_process", partitions_per_process)
     check_validation(validation, df)
     taken = {*label_columns, sample_weight_col, validation}
     features = [name for name in df.columns if name not in taken] if feature_columns is None else list(feature_columns)
-    roles = Roles(tuple(features), tuple(check.names("label_columns")(label_columns)), sample_weight_col, validation)
+    roles = Roles(tuple(features), tuple(check.names("label_columns", label_columns)), sample_weight_col, validation)
     check_present(roles, df.columns, "DataFrame")
     check_types(roles, df.schema)
     with prepare.prepare_data(
@@ -111,7 +111,7 @@ def prepare_data(
         roles,
         0,
         partitions_per_process,
-        fill=values.fill(fill),
+        fill=values.fill("fill", fill),
         allow_nan=allow_nan,
         compress_sparse=compress_sparse,
     ) as prepared:
@@ -205,7 +205,7 @@ def check_validation(validation: Any, df: DataFrame | None = None) -> None:
     if validation is None:
         return
     try:
-        value = values.validation(validation)
+        value = values.validation("validation", validation)
     except TypeError as error:
         raise ValueError(str(error)) from None
     if isinstance(value, str) and df is not None and value not in df.columns:

@@ -16,100 +16,98 @@ if TYPE_CHECKING:
     from farandole.stores.store import Store
 
 
-def backend(value: Any) -> Any:
+def backend(name: str, value: Any) -> Any:
     """Something that runs functions in several processes."""
     if not callable(getattr(value, "run", None)) or not callable(getattr(value, "num_processes", None)):
-        raise TypeError(f"backend must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
+        raise TypeError(f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
     return value
 
 
-def compression(value: Any) -> Any:
+def compression(name: str, value: Any) -> Any:
     """One of `Compression`, or a compressor that keeps what it has left out."""
     wanted = ("compress", "decompress"), ("rounds", "reduce")
-    if not any(all(callable(getattr(value, name, None)) for name in names) for names in wanted):
-        raise TypeError(
-            f"gradient_compression must be a member of Compression, such as fp16, or a compressor: {value!r}"
-        )
+    if not any(all(callable(getattr(value, method, None)) for method in methods) for methods in wanted):
+        raise TypeError(f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}")
     return value
 
 
-def fill(value: Any) -> Any:
+def fill(name: str, value: Any) -> Any:
     """One value for all columns, or values by column; `None` for none."""
     plain = (bool, Real, str)
     if isinstance(value, Mapping):
-        wrong = [name for name, one in value.items() if not isinstance(name, str) or not isinstance(one, plain)]
+        wrong = [column for column, one in value.items() if not isinstance(column, str) or not isinstance(one, plain)]
         if wrong:
-            raise TypeError(f"fill needs numbers, texts or booleans by column: {value!r}")
+            raise TypeError(f"{name} needs numbers, texts or booleans by column: {value!r}")
         return dict(value)
     if value is not None and not isinstance(value, plain):
-        raise TypeError(f"fill must be a value, or values by column: {value!r}")
+        raise TypeError(f"{name} must be a value, or values by column: {value!r}")
     return value
 
 
-def categories(value: Any) -> dict[str, Any]:
+def categories(name: str, value: Any) -> dict[str, Any]:
     """Names of columns, or by name their categories, or how many there may be; `None` for all."""
     if isinstance(value, str):
-        raise TypeError(f"categories must be a list of column names, or a dict by name: {value!r}")
+        raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
     by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
-    for name, one in by_name.items():
+    for column, one in by_name.items():
         is_count = isinstance(one, Integral) and not isinstance(one, bool)
-        if not isinstance(name, str) or not (one is None or is_count or isinstance(one, list | tuple)):
+        if not isinstance(column, str) or not (one is None or is_count or isinstance(one, list | tuple)):
             raise TypeError(
-                f"categories of a column must be a list of values, a number of values, or None: {name!r}: {one!r}"
+                f"{name} of a column must be a list of values, a number of values, or None: {column!r}: {one!r}"
             )
-    return {name: list(one) if isinstance(one, tuple) else one for name, one in by_name.items()}
+    return {column: list(one) if isinstance(one, tuple) else one for column, one in by_name.items()}
 
 
-def ragged(value: Any) -> dict[str, Any]:
+def ragged(name: str, value: Any) -> dict[str, Any]:
     """A `Pad` by column."""
     from farandole.data.ragged import Pad, Ragged
 
     if not isinstance(value, Mapping) or not all(isinstance(one, Pad | Ragged | Mapping) for one in value.values()):
-        raise TypeError(f"ragged must be a dict of Pad by column: {value!r}")
+        raise TypeError(f"{name} must be a dict of Pad by column: {value!r}")
     return dict(value)
 
 
-def run_id(value: Any) -> str:
+def run_id(name: str, value: Any) -> str:
     """A string that is a path below the directory of runs."""
-    if any(part in ("", ".", "..") for part in text("run_id")(value).split("/")):
-        raise ValueError(f"run_id must name a directory below the store's runs: {value!r}")
+    if any(part in ("", ".", "..") for part in text(name, value).split("/")):
+        raise ValueError(f"{name} must name a directory below the store's runs: {value!r}")
     return value
 
 
-def features(value: Any) -> list[str | list[str]]:
+def features(name: str, value: Any) -> list[str | list[str]]:
     """A list whose items are column names, or lists of names whose columns become one input."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
-        raise TypeError(f"feature_cols must be a list of column names, or of lists of them: {value!r}")
-    found = [item if isinstance(item, str) else names("feature_cols")(item) for item in items]
-    names("feature_cols")([name for item in found for name in ([item] if isinstance(item, str) else item)])
+        raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
+    found = [item if isinstance(item, str) else names(name, item) for item in items]
+    names(name, [column for item in found for column in ([item] if isinstance(item, str) else item)])
     return found
 
 
-def edit_fields(value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
+def edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
     """A list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's edit fields."""
     import numpy as np
 
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 4 for one in value):  # noqa: PLR2004 - four parts
-        raise TypeError(f"transformation_edit_fields must be a list of (name, numpy type, shape, nullable): {value!r}")
+        raise TypeError(f"{name} must be a list of (name, numpy type, shape, nullable): {value!r}")
     return [
-        (str(name), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))
-        for name, kind, shape, nullable in value
+        (str(column), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))
+        for column, kind, shape, nullable in value
     ]
 
 
-def validation(value: Any) -> float | str:
+def validation(name: str, value: Any) -> float | str:
     """A share of rows, or the name of a column."""
     if isinstance(value, str):
-        return text("validation")(value)
+        return text(name, value)
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"validation must be a share of rows or a column name: {value!r}")
+        raise TypeError(f"{name} must be a share of rows or a column name: {value!r}")
     if not 0 <= float(value) < 1:
-        raise ValueError(f"validation must be at least 0 and less than 1: {value}")
+        raise ValueError(f"{name} must be at least 0 and less than 1: {value}")
     return float(value)
 
 
-def store(value: Any) -> Store:
+def store(name: str, value: Any) -> Store:
     """A store, or the path or URL of one."""
     from farandole.stores.store import Store
 
@@ -117,4 +115,4 @@ def store(value: Any) -> Store:
         return value
     if isinstance(value, str):
         return Store.create(value)
-    raise TypeError(f"store must be a Store or a path: {value!r}")
+    raise TypeError(f"{name} must be a Store or a path: {value!r}")

@@ -2,15 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasEstimator`: a Keras model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, N803 - keyword_only reads the arguments; Spark ML's names
-
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any, cast
 
 import keras
-from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import Column, check_sizes
@@ -31,7 +28,7 @@ from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasE
 from farandole.spark.keras.remote import train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from farandole.spark.common.show.progress import Progress
     from farandole.spark.keras.compiled import Compiled
     from farandole.spark.keras.job import Trained
-    from farandole.stores.store import Store
 
 _QUIET_TENSORFLOW = "2"
 
@@ -85,161 +81,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
     `epochs` in total. It continues with the data, model, loss, optimizer and parameters that it was started
     with. Otherwise `fit` raises an error that lists the differences. Each fit of a tuner or with a map of parameters
     has its own run.
-
-    Args:
-        num_proc: Training processes; default: Spark's default parallelism.
-        model: A `keras.Model`, compiled or not.
-        backend: Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.
-        store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
-        custom_objects: Classes and functions by name, where Keras asks for them; those that the model is seen to be
-            made of need not be listed.
-        optimizer: A Keras optimizer or its name; default: that of the compiled model, with its state.
-        loss: A Keras loss, or a list or dict with one per output; default: that of the compiled model.
-        loss_weights: Weight of each output's loss.
-        sample_weight_col: Column with each row's weight in the loss and in the model's `weighted_metrics`.
-        metrics: As `compile` takes them; default: the compiled model's.
-        feature_cols: Columns for the model; a list in the list makes one input of several columns.
-        label_cols: Columns to compare the outputs with.
-        validation: Share of rows held out, or a column: true or positive rows are held out.
-        validation_stratify: Column of classes: the share `validation` is held out of each, of every class with two
-            rows at least one.
-        validation_group: Column of groups: all rows of a group are on one side.
-        validation_time: Column of times or numbers: the latest rows are held out.
-        gradient_compression: Such as `farandole.keras.Compression.fp16`.
-        batch_size: Rows per step and process; default 32.
-        val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Number of passes over the rows; default 1.
-        verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
-        callbacks: Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on rank 0 and
-            writes into the store.
-        random_seed: Seed of everything.
-        shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Largest number of prepared files per process; default 10.
-        run_id: Name of the run; default `keras_<time>`.
-        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
-        train_steps_per_epoch: Training steps per epoch, fewer or more than one pass over the rows takes.
-        validation_steps_per_epoch: Fewer validation steps per epoch.
-        transformation_fn: Changes the values of each row, a dict by column, in the training processes; if marked by
-            `farandole.spark.common.transform.batched`, of whole batches.
-        transformation_edit_fields: Columns it changes: (name, NumPy type, shape, whether nulls are allowed).
-        transformation_removed_fields: Columns it removes.
-        train_reader_num_workers: Reading threads per process; default 2.
-        val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
-        label_shapes: Shape of each label's array, -1 for its rows.
-        checkpoint_callback: A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` returns
-            the model that it kept, instead of the last one.
-        inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
-        backend_env: Variables to set in the training processes.
-        use_gpu: Train on GPUs if every process sees one; default True.
-        mp_start_method: Start method of processes that a training process starts.
-        backward_passes_per_step: Batches whose gradients, averaged, make one step; default 1.
-        tensorflow_dataset_prefetch_buffer_size: On TensorFlow, batches prepared ahead; 0, the default, leaves it to
-            Keras.
-        data_module: A class that returns batches instead of the native reader, created with the arguments of Horovod's
-            `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.
-        shuffle_buffer_size: Ignored.
-        compress_sparse_cols: Whether prepared vectors, which are dense, are compressed; default False.
-        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
-            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
-            where a column is missing.
-        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
-            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
-        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
-        probabilityCol: Column for the probability of each class.
-        predictedLabelCol: Column for the name of the class.
-        labelIndexCol: Column for the index of the label's class, where labels are strings.
-        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, if the label has none.
-        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: the form that its loss takes, if it is known.
-        allow_nan: Whether NaN and infinities are accepted like other values; default False.
-        continuous_cols: NVTabular's; not used.
-        categorical_cols: NVTabular's; not used.
-        terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
-        mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
-        wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
-        on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Largest number of restarts of one fit; default 3.
     """
-
-    @keyword_only
-    def __init__(
-        self,
-        *,
-        num_proc: int | None = None,
-        model: keras.Model | None = None,
-        backend: Backend | None = None,
-        store: Store | str | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        optimizer: keras.optimizers.Optimizer | str | None = None,
-        loss: Any = None,
-        loss_weights: Sequence[float] | None = None,
-        sample_weight_col: str | None = None,
-        metrics: Any = None,
-        feature_cols: Sequence[str | Sequence[str]] | None = None,
-        label_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        validation_stratify: str | None = None,
-        validation_group: str | None = None,
-        validation_time: str | None = None,
-        gradient_compression: Any = None,
-        batch_size: int | None = None,
-        val_batch_size: int | None = None,
-        epochs: int | None = None,
-        verbose: int | None = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        random_seed: int | None = None,
-        shuffle_buffer_size: int | None = None,
-        shuffle: bool | None = None,
-        partitions_per_process: int | None = None,
-        run_id: str | None = None,
-        resume: str | None = None,
-        train_steps_per_epoch: int | None = None,
-        validation_steps_per_epoch: int | None = None,
-        transformation_fn: Callable[..., Any] | None = None,
-        transformation_edit_fields: Sequence[Any] | None = None,
-        transformation_removed_fields: Sequence[str] | None = None,
-        train_reader_num_workers: int | None = None,
-        val_reader_num_workers: int | None = None,
-        reader_pool_type: str | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        checkpoint_callback: keras.callbacks.ModelCheckpoint | None = None,
-        inmemory_cache_all: bool | None = None,
-        backend_env: Mapping[str, str] | None = None,
-        use_gpu: bool | None = None,
-        mp_start_method: str | None = None,
-        backward_passes_per_step: int | None = None,
-        tensorflow_dataset_prefetch_buffer_size: int | None = None,
-        data_module: type | None = None,
-        compress_sparse_cols: bool | None = None,
-        fill: Any = None,
-        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
-        ragged: Mapping[str, Any] | None = None,
-        predictionCol: str | None = None,
-        rawPredictionCol: str | None = None,
-        probabilityCol: str | None = None,
-        predictedLabelCol: str | None = None,
-        labelIndexCol: str | None = None,
-        thresholds: Sequence[float] | None = None,
-        class_names: Sequence[str] | None = None,
-        output_form: str | None = None,
-        allow_nan: bool | None = None,
-        continuous_cols: Sequence[str] | None = None,
-        categorical_cols: Sequence[str] | None = None,
-        terminate_on_nan: bool | None = None,
-        mlflow: bool | None = None,
-        wandb: bool | None = None,
-        on_failure: str | None = None,
-        max_restarts: int | None = None,
-    ) -> None:
-        super().__init__()
-        # Only what was passed is set: a default in the signature must not win over a param map.
-        given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self.setParams(**{name: value for name, value in given.items() if value is not None})
 
     def _check(self) -> None:
         super()._check()

@@ -2,26 +2,24 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasModel`: a fitted Keras model that transforms DataFrames."""
 
-# ruff: noqa: ARG002, N803, N815, PLC0415 - keyword_only reads the arguments; Spark ML's names; cycle with persistence
+# ruff: noqa: N815, PLC0415 - Spark ML's names; cycle with persistence
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.common import pickling
+from farandole.common import check, pickling
 from farandole.runner.show.history import entries
-from farandole.spark.common import values
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.explained import Layer
 from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.outputs import outputs as outputs_param
-from farandole.spark.common.params import accessors, declare
+from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.job.ahead import sent
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects
@@ -51,76 +49,24 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     reaches. The model is a `.keras` file, which Keras loads without running code of it. Classes and functions of yours
     are a pickle beside it, and loading that runs code: load only what you trust, or pass them yourself to
     `KerasModel.read().custom_objects({...}).load(path)`, which runs none.
-
-    Args:
-        history: Losses and metrics, a list per name with a number per epoch, as `fit` of Keras gives them.
-        model: The trained model.
-        feature_columns: Columns for the model; a list in the list makes one input of several columns.
-        label_columns: Columns the outputs are named after.
-        custom_objects: Classes and functions by name that loading the model needs.
-        run_id: Name of the run.
-        paths: Paths of the data, checkpoint and logs of the run.
-        output_cols: Names of the added columns, instead of `<label>__output`.
-        batch_size: Largest number of rows that are predicted at once; default 4096.
-        outputs: Description of the outputs; determined if omitted.
-        fill: Replacement of nulls and NaN, as in the estimator.
-        categories: The categories of each column that has some.
-        verbose: 0 shows no messages about predictions; default 1.
-        learned: The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
-        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
-        probabilityCol: Column for the probability of each class.
-        predictedLabelCol: Column for the name of the class.
-        labelIndexCol: Column for the index of the label's class, where labels are strings.
-        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, if the label has none.
-        signature: Description of each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
-        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: the form that its loss takes, if it is known.
     """
 
-    feature_columns = declare("feature_columns", "columns given to the model", values.features)
-    custom_objects = declare("custom_objects", "classes and functions by name", dict)
-    outputs = declare("outputs", "size and label type of each output", outputs_param)
+    history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
+        "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns them.",
+        check.anything,
+        default=None,
+    )
+    model: Parameter[keras.Model] = Parameter("The trained model.", check.anything, default=None)
+    custom_objects: Parameter[Mapping[str, Any]] = Parameter(
+        "Classes and functions by name that loading the model needs.", check.made_by(dict), default={}
+    )
+    outputs: Parameter[Sequence[Output]] = Parameter(
+        "Description of the outputs; determined if omitted.", check.made_by(outputs_param), default=None
+    )
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")
 
     _framework = "Keras"
-
-    @keyword_only
-    def __init__(
-        self,
-        *,
-        history: dict[str, list[Any]] | None = None,
-        model: keras.Model | None = None,
-        feature_columns: Sequence[str | Sequence[str]] | None = None,
-        label_columns: Sequence[str] | None = None,
-        custom_objects: Mapping[str, Any] | None = None,
-        run_id: str | None = None,
-        paths: dict[str, str] | None = None,
-        output_cols: Sequence[str] | None = None,
-        batch_size: int | None = None,
-        outputs: Sequence[Output] | None = None,
-        fill: Any = None,
-        categories: Mapping[str, Sequence[Any]] | None = None,
-        ragged: Mapping[str, Any] | None = None,
-        learned: Mapping[str, str] | None = None,
-        verbose: int | None = None,
-        predictionCol: str | None = None,
-        rawPredictionCol: str | None = None,
-        probabilityCol: str | None = None,
-        predictedLabelCol: str | None = None,
-        labelIndexCol: str | None = None,
-        thresholds: Sequence[float] | None = None,
-        class_names: Sequence[str] | None = None,
-        output_form: str | None = None,
-        signature: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._setDefault(custom_objects={}, outputs=None)
-        given = cast("dict[str, Any]", self._input_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        self.setParams(**{name: value for name, value in given.items() if value is not None})
 
     def history_frame(self) -> pd.DataFrame:
         """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""

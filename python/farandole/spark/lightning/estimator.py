@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator` of Lightning: a `LightningModule` fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: ARG002, PLC0415, N803 - keyword_only reads the arguments; cycle with persistence; Spark ML's names
+# ruff: noqa: PLC0415 - cycle with persistence
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_sizes
@@ -34,15 +33,12 @@ from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.tensors import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.show.progress import Progress
     from farandole.spark.torch.job import Trained
-    from farandole.stores.store import Store
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -79,193 +75,13 @@ class LightningEstimator(
 
     A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes them, labels and
     sample weights with one number per row. Columns listed together in `feature_cols` are under `"[a, b]"`. A plain
-    module with `optimizer` and `loss` does as well.
+    module works as well. It needs `optimizer` and `loss`, which are only for plain modules, as are `loss_constructors`,
+    `loss_weights`, `metrics` and `lr_scheduler`.
 
     The module chooses its learning rate, which is not scaled. Values that the module logs become the history, as a
     mean over rows of all processes. A `run_id` whose checkpoint is in the store is resumed after its last complete
     epoch, optimizers and schedulers included, with the data, model and parameters that it was started with.
-
-    Args:
-        num_proc: Training processes; default: Spark's default parallelism.
-        model: A `LightningModule`, or a plain module.
-        backend: Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.
-        store: Where prepared data, checkpoints and logs live: a `Store`, or a path.
-        optimizer: For a plain module: a torch optimizer over its parameters.
-        loss: For a plain module: a loss of (output, label), or a list of one per label column.
-        loss_constructors: Instead of `loss`, as in `farandole.spark.torch`.
-        loss_weights: For a plain module: weight of each label's loss; default: equal weights.
-        metrics: For a plain module: functions of (output, label).
-        feature_cols: Columns for the model; a list in the list makes one tensor of several columns.
-        label_cols: Columns to compare the outputs with; in `transform` they name the outputs.
-        validation: Share of rows held out, or a column: true or positive rows are held out.
-        validation_stratify: Column of classes: the share `validation` is held out of each, of every class with two
-            rows at least one.
-        validation_group: Column of groups: all rows of a group are on one side.
-        validation_time: Column of times or numbers: the latest rows are held out.
-        sample_weight_col: Column with each row's weight.
-        batch_size: Rows per step and process; default 32.
-        val_batch_size: The same for validation; default: `batch_size`.
-        epochs: Number of passes over the rows; default 1.
-        verbose: 0 silent, 1 progress, 2 also what workers print; default 1.
-        callbacks: Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the fitted model
-            has the weights of its best checkpoint.
-        random_seed: Seed of everything.
-        shuffle: Whether each epoch has its own order; default True.
-        partitions_per_process: Largest number of prepared files per process; default 10.
-        fill: Replacement of nulls and NaN, for all columns or a dict by column; without it they are errors.
-            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature `<column>__missing` says
-            where a column is missing.
-        categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
-            one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
-            a list of categories, a number of categories, or None for all. Categories that are not given are learned.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
-        predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
-        rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
-        probabilityCol: Column for the probability of each class.
-        predictedLabelCol: Column for the name of the class.
-        labelIndexCol: Column for the index of the label's class, where labels are strings.
-        thresholds: One number of each class; the class of the largest probability by threshold is predicted.
-        class_names: Names of the classes, if the label has none.
-        output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
-            `"log_probabilities"`; default: the form that its loss takes, if it is known.
-        allow_nan: Whether NaN and infinities are accepted like other values; default False.
-        run_id: Name of the run; default `pytorch_<time>`.
-        resume: `"force"` also continues a run that was started with something else; default `"auto"`.
-        train_steps_per_epoch: Training steps per epoch.
-        validation_steps_per_epoch: The same for validation.
-        input_shapes: Shape of each input's tensor, -1 for its rows.
-        input_dtypes: Type of each input's tensor; default: `"float32"`.
-        label_shapes: Shape of each label's tensor, -1 for its rows.
-        use_gpu: Train on GPUs if every process sees one; default True.
-        num_gpus: GPUs per process: 0 keeps to CPUs.
-        backward_passes_per_step: Batches whose gradients make one step; default 1.
-        gradient_compression: Such as `farandole.torch.Compression.fp16`.
-        train_minibatch_fn: Accepted for compatibility with Horovod; the module's `training_step` trains.
-        transformation_fn: As in `farandole.spark.torch`.
-        transformation_edit_fields: As in `farandole.spark.torch`.
-        transformation_removed_fields: As in `farandole.spark.torch`.
-        train_reader_num_workers: Reading threads per process; default 2.
-        val_reader_num_workers: The same for validation.
-        reader_pool_type: Accepted for compatibility with Horovod: readers are native threads.
-        inmemory_cache_all: Whether each process keeps its rows in memory after the first epoch; default False.
-        data_module: A `LightningDataModule`, or a class of them that is built with Horovod's arguments.
-        loader_num_epochs: Accepted for compatibility with Horovod: an epoch is one pass.
-        logger: Lightning's logger, or a list of them; files go to the run's logs in the store.
-        log_every_n_steps: Steps between rows of a log; default 50.
-        profiler: Lightning's profiler.
-        terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
-        trainer_args: Arguments of Lightning's `Trainer` that win over all others.
-        debug_data_loader: Accepted for compatibility with Horovod.
-        train_async_data_loader_queue_size: Accepted for compatibility with Horovod: batches are read ahead.
-        val_async_data_loader_queue_size: The same for validation.
-        mp_start_method: Start method of processes that a training process starts.
-        precision: `"fp32"`, `"bf16"` or `"fp16"`; default `"fp32"`.
-        gradient_clip_norm: Most norm of all gradients together.
-        lr_scheduler: For a plain module: a scheduler over the optimizer, or a function that makes one.
-        lr_scheduler_interval: `"epoch"` or `"step"`: the interval of its steps; default `"epoch"`.
-        early_stopping: As in `farandole.spark.torch`.
-        best_checkpoint: As in `farandole.spark.torch`.
-        checkpoint_every: Interval in epochs at which a checkpoint is kept.
-        compile: Whether `torch.compile` compiles the module; default False.
-        deterministic: Whether equal seeds and sizes give equal bits; default False.
-        max_steps: Steps after which the run ends.
-        max_time: Seconds of training after which the run ends.
-        mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
-        wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
-        on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
-        max_restarts: Largest number of restarts of one fit; default 3.
     """
-
-    @keyword_only
-    def __init__(
-        self,
-        *,
-        num_proc: int | None = None,
-        model: Any = None,
-        backend: Backend | None = None,
-        store: Store | str | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        loss: Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]] | None = None,
-        loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
-        loss_weights: Sequence[float] | None = None,
-        metrics: Sequence[Any] | None = None,
-        feature_cols: Sequence[str | Sequence[str]] | None = None,
-        label_cols: Sequence[str] | None = None,
-        validation: float | str | None = None,
-        validation_stratify: str | None = None,
-        validation_group: str | None = None,
-        validation_time: str | None = None,
-        sample_weight_col: str | None = None,
-        batch_size: int | None = None,
-        val_batch_size: int | None = None,
-        epochs: int | None = None,
-        verbose: int | None = None,
-        callbacks: Sequence[Any] | None = None,
-        random_seed: int | None = None,
-        shuffle: bool | None = None,
-        shuffle_buffer_size: int | None = None,
-        partitions_per_process: int | None = None,
-        fill: Any = None,
-        categories: Sequence[str] | Mapping[str, Sequence[Any] | int | None] | None = None,
-        ragged: Mapping[str, Any] | None = None,
-        predictionCol: str | None = None,
-        rawPredictionCol: str | None = None,
-        probabilityCol: str | None = None,
-        predictedLabelCol: str | None = None,
-        labelIndexCol: str | None = None,
-        thresholds: Sequence[float] | None = None,
-        class_names: Sequence[str] | None = None,
-        output_form: str | None = None,
-        allow_nan: bool | None = None,
-        run_id: str | None = None,
-        resume: str | None = None,
-        train_steps_per_epoch: int | None = None,
-        validation_steps_per_epoch: int | None = None,
-        input_shapes: Sequence[Sequence[int]] | None = None,
-        input_dtypes: Sequence[str] | None = None,
-        label_shapes: Sequence[Sequence[int]] | None = None,
-        use_gpu: bool | None = None,
-        num_gpus: int | None = None,
-        backward_passes_per_step: int | None = None,
-        gradient_compression: Any = None,
-        train_minibatch_fn: Callable[..., Any] | None = None,
-        transformation_fn: Callable[..., Any] | None = None,
-        transformation_edit_fields: Sequence[Any] | None = None,
-        transformation_removed_fields: Sequence[str] | None = None,
-        train_reader_num_workers: int | None = None,
-        val_reader_num_workers: int | None = None,
-        reader_pool_type: str | None = None,
-        inmemory_cache_all: bool | None = None,
-        data_module: Any = None,
-        loader_num_epochs: int | None = None,
-        logger: Any = None,
-        log_every_n_steps: int | None = None,
-        profiler: Any = None,
-        terminate_on_nan: bool | None = None,
-        trainer_args: dict[str, Any] | None = None,
-        debug_data_loader: bool | None = None,
-        train_async_data_loader_queue_size: float | None = None,
-        val_async_data_loader_queue_size: float | None = None,
-        mp_start_method: str | None = None,
-        precision: str | None = None,
-        gradient_clip_norm: float | None = None,
-        lr_scheduler: Any = None,
-        lr_scheduler_interval: str | None = None,
-        early_stopping: Any = None,
-        best_checkpoint: Any = None,
-        checkpoint_every: int | None = None,
-        compile: bool | None = None,  # noqa: A002 - torch's word
-        deterministic: bool | None = None,
-        max_steps: int | None = None,
-        max_time: float | None = None,
-        mlflow: bool | None = None,
-        wandb: bool | None = None,
-        on_failure: str | None = None,
-        max_restarts: int | None = None,
-    ) -> None:
-        super().__init__()
-        # Only what was passed is set: a default in the signature must not win over a param map.
-        self.setParams(**cast("dict[str, Any]", self._input_kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check(self) -> None:
         super()._check()

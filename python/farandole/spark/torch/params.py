@@ -1,79 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The parameters of the PyTorch estimator that other estimators do not have."""
+"""The parameters of the PyTorch estimator that other estimators do not have, or not in this form."""
 
 # ruff: noqa: N815 - names are Spark ML's
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
-from farandole.runner.limits import positive
-from farandole.spark.common.params import EstimatorParams, accessors, declare
+from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
 from farandole.spark.torch.tensors import DTYPES
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
-def _dtypes(value: Any) -> list[str]:
-    names = [str(one).removeprefix("torch.") for one in check.listed("input_dtypes")(value)]
-    unknown = [name for name in names if name not in DTYPES]
+    import torch
+
+
+def _dtypes(name: str, value: Any) -> list[str]:
+    found = [str(one).removeprefix("torch.") for one in check.listed(name, value)]
+    unknown = [one for one in found if one not in DTYPES]
     if unknown:
-        raise ValueError(f"input_dtypes must be of {', '.join(DTYPES)}: {', '.join(unknown)}")
-    return names
+        raise ValueError(f"{name} must be of {', '.join(DTYPES)}: {', '.join(unknown)}")
+    return found
 
 
-def _precision(value: Any) -> str:
-    names = {"32": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "16": "fp16"}
-    return check.choice("precision", "fp32", "bf16", "fp16")(names.get(str(value).removeprefix("torch."), value))
+def _precision(name: str, value: Any) -> str:
+    known = {"32": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "16": "fp16"}
+    return check.choice("fp32", "bf16", "fp16")(name, known.get(str(value).removeprefix("torch."), value))
 
 
-def _scheduler(value: Any) -> Any:
+def _scheduler(name: str, value: Any) -> Any:
     if not callable(value) and not (hasattr(value, "step") and hasattr(value, "state_dict")):
-        raise TypeError(f"lr_scheduler must be a scheduler of torch, or a function of an optimizer: {value!r}")
+        raise TypeError(f"{name} must be a scheduler of torch, or a function of an optimizer: {value!r}")
     return value
 
 
 class TorchParams(EstimatorParams):
     """Additional parameters of the PyTorch estimator."""
 
-    input_shapes = declare("input_shapes", "shape of each input's tensor", check.shapes("input_shapes"))
-    input_dtypes = declare("input_dtypes", "type of each input's tensor; float32 by default", _dtypes)
-    loss_constructors = declare(
-        "loss_constructors", "functions that create the losses in the training processes",
-        check.callables("loss_constructors"),
-    )  # fmt: skip
-    train_minibatch_fn = declare(
-        "train_minibatch_fn", "trains on one batch, instead of the built-in way", check.function("train_minibatch_fn")
+    model: Parameter[torch.nn.Module] = Parameter("A `torch.nn.Module`.", check.anything, default=None)
+    optimizer: Parameter[torch.optim.Optimizer] = Parameter(
+        "A torch optimizer over the model's parameters.", check.anything, default=None
     )
-    data_module = declare("data_module", "class that returns batches, instead of the native reader", check.anything)
-    precision = declare("precision", "precision of the model's computation: fp32, bf16 or fp16", _precision)
-    gradient_clip_norm = declare(
-        "gradient_clip_norm", "largest norm of all gradients together", positive("gradient_clip_norm")
+    loss: Parameter[Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]]] = Parameter(
+        "A loss of (output, label), or a list of one per label column.", check.anything, default=None
     )
-    lr_scheduler = declare("lr_scheduler", "scheduler of learning rates over the optimizer", _scheduler)
-    lr_scheduler_interval = declare(
-        "lr_scheduler_interval", "interval of the scheduler's steps: epoch or step",
-        check.choice("lr_scheduler_interval", "epoch", "step"),
-    )  # fmt: skip
-    early_stopping = declare(
-        "early_stopping",
-        "when a run without improvement ends",
-        check.named("early_stopping", EarlyStopping.of),
+    loss_constructors: Parameter[Callable[..., Any] | Sequence[Callable[..., Any]]] = Parameter(
+        "Instead of `loss`: a function that creates it, or a list of one per label column, called in every training "
+        "process with those of `model`, `optimizer`, `rank` and `size` that it takes by name.",
+        check.functions,
+        default=None,
     )
-    best_checkpoint = declare(
-        "best_checkpoint", "metric that selects the epoch whose model is kept and returned",
-        check.named("best_checkpoint", Monitor.of),
-    )  # fmt: skip
-    checkpoint_every = declare(
-        "checkpoint_every", "interval in epochs at which a checkpoint is kept", check.at_least("checkpoint_every", 1)
+    metrics: Parameter[Sequence[Any]] = Parameter(
+        "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list inside the list gives "
+        "one per label.",
+        check.functions,
+        default=[],
     )
-    compile = declare("compile", "whether torch.compile compiles the model", check.flag("compile"))
-    deterministic = declare(
-        "deterministic", "whether equal seeds and sizes give equal bits", check.flag("deterministic")
+    callbacks: Parameter[Sequence[Any]] = Parameter(
+        "Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, or functions of a "
+        "`TrainingState` for the end of epochs.",
+        check.listed,
+        default=[],
     )
-    max_steps = declare("max_steps", "steps of the optimizer after which the run ends", check.at_least("max_steps", 1))
-    max_time = declare("max_time", "seconds of training after which the run ends", positive("max_time"))
+    input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
+        "Shape of each input's tensor, -1 for its rows.", check.shapes, default=None
+    )
+    input_dtypes: Parameter[Sequence[str]] = Parameter(
+        'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.', _dtypes, default=None
+    )
+    train_minibatch_fn: Parameter[Callable[..., Any]] = Parameter(
+        "Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs, loss_fn, inputs, labels, "
+        "sample_weights, backward_passes_per_step, batch_idx); it may leave out the last ones. It returns (outputs, "
+        "loss).",
+        check.function,
+        default=None,
+    )
+    data_module: Parameter[type] = Parameter(
+        "A class that returns batches instead of the native reader, created with the arguments of Horovod's "
+        "`DataModule`.",
+        check.anything,
+        default=None,
+    )
+    precision: Parameter[str] = Parameter(
+        '`"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler.', _precision, default="fp32"
+    )
+    gradient_clip_norm: Parameter[float] = Parameter(
+        "Largest norm of all gradients together, after averaging.", check.positive, default=None
+    )
+    lr_scheduler: Parameter[Any] = Parameter(
+        "A scheduler over the optimizer, or a function that creates one from an optimizer. It sees the learning rates "
+        "of one process.",
+        _scheduler,
+        default=None,
+    )
+    lr_scheduler_interval: Parameter[str] = Parameter(
+        'Interval of its steps: `"epoch"` or `"step"`.', check.choice("epoch", "step"), default="epoch"
+    )
+    early_stopping: Parameter[int | Mapping[str, Any]] = Parameter(
+        "Epochs without an improvement after which the run ends, or a dict of `monitor`, `patience`, `min_delta` and "
+        "`mode`.",
+        check.made_by(EarlyStopping.of),
+        default=None,
+    )
+    best_checkpoint: Parameter[str | Mapping[str, Any]] = Parameter(
+        "Metric of the history that selects the best epoch, whose model is kept and returned instead of the last.",
+        check.made_by(Monitor.of),
+        default=None,
+    )
+    checkpoint_every: Parameter[int] = Parameter(
+        "Interval in epochs at which a checkpoint is kept.", check.at_least(1), default=None
+    )
+    compile: Parameter[bool] = Parameter("Whether `torch.compile` compiles the model.", check.flag, default=False)
+    deterministic: Parameter[bool] = Parameter(
+        "Whether equal seeds and sizes give equal bits.", check.flag, default=False
+    )
+    max_steps: Parameter[int] = Parameter(
+        "Steps of the optimizer after which the run ends.", check.at_least(1), default=None
+    )
+    max_time: Parameter[float] = Parameter(
+        "Seconds of training after which the run ends, within an epoch too.", check.positive, default=None
+    )
 
     setInputShapes, getInputShapes = accessors("input_shapes")
     setInputDtypes, getInputDtypes = accessors("input_dtypes")
@@ -91,19 +142,3 @@ class TorchParams(EstimatorParams):
     setDeterministic, getDeterministic = accessors("deterministic")
     setMaxSteps, getMaxSteps = accessors("max_steps")
     setMaxTime, getMaxTime = accessors("max_time")
-
-    def __init__(self) -> None:
-        """Gives every parameter its default."""
-        super().__init__()
-        unset = (
-            "input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn", "data_module",
-            "gradient_clip_norm", "lr_scheduler", "early_stopping", "best_checkpoint", "checkpoint_every",
-            "max_steps", "max_time",
-        )  # fmt: skip
-        self._setDefault(
-            **dict.fromkeys(unset),
-            precision="fp32",
-            lr_scheduler_interval="epoch",
-            compile=False,
-            deterministic=False,
-        )

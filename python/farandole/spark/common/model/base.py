@@ -41,7 +41,7 @@ _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """What was said in each session."""
 
 
-class FarandoleModel(ModelParams, ClassParams, Model):
+class FarandoleModel(ClassParams, ModelParams, Model):
     """The base of the models of all frameworks."""
 
     _framework = "the framework"

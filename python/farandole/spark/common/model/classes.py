@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from pyspark.ml.linalg import VectorUDT
-from pyspark.ml.param import Params
 from pyspark.sql import types
 
 from farandole.common import check
-from farandole.spark.common.params import accessors, declare
+from farandole.spark.common.parameter import Parameter, Parameters, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,45 +37,48 @@ _TYPES = {"rawPredictionCol": VectorUDT, "probabilityCol": VectorUDT, "predicted
 _TWO = 2
 
 
-def _thresholds(value: Any) -> list[float] | None:
-    if value is None:
-        return None
-    numbers = check.numbers("thresholds")(value)
+def _thresholds(name: str, value: Any) -> list[float]:
+    numbers = check.numbers(name, value)
     if any(not 0 <= one < float("inf") for one in numbers) or numbers.count(0.0) > 1 or len(numbers) < _TWO:
-        raise ValueError(f"thresholds must be one number for each class, 0 or more, and at most one of them 0: {value}")
+        raise ValueError(f"{name} must be one number for each class, 0 or more, and at most one of them 0: {value}")
     return numbers
 
 
-def _classes(value: Any) -> list[str] | None:
-    return None if value is None else check.names("class_names")(value)
-
-
-class ClassParams(Params):
+class ClassParams(Parameters):
     """The parameters of estimators and models for predictions as in Spark ML."""
 
-    predictionCol = declare("predictionCol", "column for the class, or the value", check.optional("predictionCol"))
-    rawPredictionCol = declare(
-        "rawPredictionCol", "column for one number of each class", check.optional("rawPredictionCol")
+    predictionCol: Parameter[str] = Parameter(
+        "Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.",
+        check.optional(check.text),
+        default=None,
     )
-    probabilityCol = declare(
-        "probabilityCol", "column for the probability of each class", check.optional("probabilityCol")
+    rawPredictionCol: Parameter[str] = Parameter(
+        "Column for one number of each class, which is larger if the class is more likely.",
+        check.optional(check.text),
+        default=None,
     )
-    predictedLabelCol = declare(
-        "predictedLabelCol", "column for the name of the class", check.optional("predictedLabelCol")
+    probabilityCol: Parameter[str] = Parameter(
+        "Column for the probability of each class.", check.optional(check.text), default=None
     )
-    labelIndexCol = declare(
-        "labelIndexCol", "column for the index of the label's class", check.optional("labelIndexCol")
+    predictedLabelCol: Parameter[str] = Parameter(
+        "Column for the name of the class.", check.optional(check.text), default=None
     )
-    thresholds = declare(
-        "thresholds",
-        "one number per class: the largest probability divided by it wins",
-        _thresholds,
+    labelIndexCol: Parameter[str] = Parameter(
+        "Column for the index of the label's class, where labels are strings.", check.optional(check.text), default=None
     )
-    class_names = declare("class_names", "names of the classes, if the label has none", _classes)
-    output_form = declare(
-        "output_form",
-        "what the model returns: values, logits, probabilities or log_probabilities; default: that of its loss",
-        lambda value: None if value is None else check.choice("output_form", *FORMS)(value),
+    thresholds: Parameter[Sequence[float]] = Parameter(
+        "One number of each class; the class of the largest probability by threshold is predicted.",
+        check.optional(_thresholds),
+        default=None,
+    )
+    class_names: Parameter[Sequence[str]] = Parameter(
+        "Names of the classes, if the label has none.", check.optional(check.names), default=None
+    )
+    output_form: Parameter[str] = Parameter(
+        'Form of the model\'s outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or '
+        '`"log_probabilities"`; without it, the form that its loss takes, if it is known.',
+        check.optional(check.choice(*FORMS)),
+        default=None,
     )
 
     setPredictionCol, getPredictionCol = accessors("predictionCol")
@@ -87,11 +89,6 @@ class ClassParams(Params):
     setThresholds, getThresholds = accessors("thresholds")
     setClassNames, getClassNames = accessors("class_names")
     setOutputForm, getOutputForm = accessors("output_form")
-
-    def __init__(self) -> None:
-        """Nothing is asked for."""
-        super().__init__()
-        self._setDefault(**dict.fromkeys((*COLUMNS, "thresholds", "class_names", "output_form")))
 
     def setThreshold(self, value: float) -> Self:
         """Predicts the second of two classes from this probability on.

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Parameters of Spark ML, each stated once, as an attribute of its class.
+
+    class Example(Parameters):
+        batch_size: Parameter[int] = Parameter("Rows per step.", check.at_least(1), default=32)
+        setBatchSize, getBatchSize = accessors("batch_size")
+
+The rest follows from the statement: the constructor's keyword with its type, which editors see as that of a dataclass,
+the default, the check of every value, `explainParam`, `help`, and the reference in the documentation.
+
+A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of `fit`. A wrong value is a
+`ValueError` or `TypeError` that names the parameter.
+"""
+
+# ruff: noqa: N802, SLF001 - names are Spark ML's
+
+from __future__ import annotations
+
+import copy
+import inspect
+import textwrap
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+
+from pyspark.ml.param import Param, Params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.common.check import Check
+
+T = TypeVar("T")
+_WIDTH = 100
+
+
+class Parameter(Param[T]):
+    """A `Param` whose name is that of the attribute, and that knows its default.
+
+    Args:
+        doc: What it means.
+        check: Checks a value, and returns it in its canonical form.
+        default: Its value if none is set.
+    """
+
+    def __init__(self, doc: str, check: Check, *, default: T | None) -> None:
+        super().__init__(Params._dummy(), "", doc, None)
+        self.check = check
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Takes the name of the attribute."""
+        self.name = name
+        self.typeConverter = partial(self.check, name)
+
+    @property
+    def told(self) -> str:
+        """What it means, and its default if there is one."""
+        return self.doc if self.default is None else f"{self.doc} Default: `{self.default!r}`."
+
+    if TYPE_CHECKING:
+        # For type checkers: the constructor takes a value, and the attribute is the parameter.
+        def __get__(self, instance: Any, owner: Any = None) -> Param[T]: ...  # noqa: D105
+        def __set__(self, instance: Any, value: T | None) -> None: ...  # noqa: D105
+
+
+def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
+    """The setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
+
+    Args:
+        name: The parameter's name.
+
+    Returns:
+        Two functions, to be assigned to `set<Name>` and `get<Name>`.
+    """
+
+    def setter(self: Params, value: Any) -> Params:
+        return self._set(**{name: value})
+
+    def getter(self: Params) -> Any:
+        return self.getOrDefault(name)
+
+    setter.__doc__ = f"Sets `{name}` and returns the object itself."
+    getter.__doc__ = f"The value of `{name}`, or its default."
+    return setter, getter
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(Parameter,))
+class Parameters(Params):
+    """The base of classes that state parameters. The constructor takes each by name; `None` stands for its default."""
+
+    _UNUSED: ClassVar[tuple[str, ...]] = ()
+    """Keywords of Horovod's constructor that are accepted and not used."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self._setDefault(**{one.name: copy.copy(one.default) for one in stated(type(self))})
+        # A default must not count as set: it would win over a param map.
+        self.setParams(**{name: value for name, value in given.items() if value is not None})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Gives the class a constructor whose signature and documentation list its parameters."""
+        super().__init_subclass__(**more)
+        if getattr(cls.__init__, "__wrapped__", cls.__init__) is Parameters.__init__:
+            cls.__init__ = _constructor(cls)
+
+    def setParams(self, **params: Any) -> Self:
+        """Sets several parameters by name and returns the object itself.
+
+        Args:
+            **params: Values by parameter name.
+
+        Returns:
+            The object.
+
+        Raises:
+            TypeError: A name is no parameter.
+        """
+        unknown = [name for name in params if not self.hasParam(name)]
+        if unknown:
+            raise TypeError(f"no parameter of {type(self).__name__}: {', '.join(sorted(unknown))}")
+        return self._set(**params)
+
+
+def stated(kind: type) -> list[Parameter[Any]]:
+    """The parameters of a class, in the order of their statements; base classes come first."""
+    found: dict[str, Parameter[Any]] = {}
+    for base in reversed(kind.__mro__):
+        found |= {name: value for name, value in vars(base).items() if isinstance(value, Parameter)}
+    return list(found.values())
+
+
+def _optional(annotation: str) -> str:
+    """The type of a keyword: `Parameter[int]` takes `int | None`."""
+    text = annotation.removeprefix("Parameter[").removesuffix("]")
+    return text if text == "Any" else f"{text} | None"
+
+
+def _constructor(kind: type[Parameters]) -> Callable[..., None]:
+    """`Parameters.__init__` for one class."""
+
+    def __init__(self: Parameters, **given: Any) -> None:  # noqa: N807 - it becomes one
+        Parameters.__init__(self, **{name: value for name, value in given.items() if name not in kind._UNUSED})
+
+    types = {name: text for base in reversed(kind.__mro__) for name, text in inspect.get_annotations(base).items()}
+    keywords = {one.name: _optional(str(types[one.name])) for one in stated(kind)}
+    keywords |= dict.fromkeys(kind._UNUSED, "Any")
+    lines = [
+        textwrap.fill(f"{one.name}: {one.told}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for one in stated(kind)
+    ]
+    __init__.__doc__ = "\n".join(["Sets parameters.", "", "Args:", *lines])
+    __init__.__qualname__, __init__.__module__ = f"{kind.__qualname__}.__init__", kind.__module__
+    __init__.__wrapped__ = Parameters.__init__  # pyright: ignore[reportFunctionMemberAccess]
+    __init__.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=text)
+                for name, text in keywords.items()
+            ),
+        ],
+        return_annotation=None,
+    )
+    return __init__
