@@ -190,6 +190,9 @@ class EstimatorParams(Params):
     )
     mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
     wandb = declare("wandb", "whether the run is logged to Weights & Biases", check.flag("wandb"))
+    tensorboard = declare(
+        "tensorboard", "whether parameters, steps and the model are logged for TensorBoard", check.flag("tensorboard")
+    )
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -250,6 +253,7 @@ class EstimatorParams(Params):
     setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
+    setTensorboard, getTensorboard = accessors("tensorboard")
 
     def __init__(self) -> None:
         """Gives every parameter its default."""
@@ -289,6 +293,7 @@ class EstimatorParams(Params):
             terminate_on_nan=True,
             mlflow=False,
             wandb=False,
+            tensorboard=False,
         )  # fmt: skip
 
     def setParams(self, **params: Any) -> Self:

@@ -169,6 +169,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
+        tensorboard: Whether parameters, steps and the model are logged for TensorBoard; default False. Scalars of
+            epochs always are.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Largest number of restarts of one fit; default 3.
     """
@@ -251,6 +253,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         terminate_on_nan: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
+        tensorboard: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:
