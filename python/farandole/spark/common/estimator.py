@@ -25,6 +25,7 @@ from pyspark.ml import Estimator
 from farandole.data.columns import Roles, check_present
 from farandole.data.learning import WORDS, Wish
 from farandole.data.sides import split_of
+from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import recorded
 from farandole.runner.show.training import telling
@@ -36,9 +37,11 @@ from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
 from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
+from farandole.spark.common.runs.board import TensorboardTracker
 from farandole.spark.common.runs.driver import alone, begin, mapped, name_of
 from farandole.spark.common.runs.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.runs.finite import NotFiniteError
+from farandole.spark.common.runs.halting import Stop
 from farandole.spark.common.runs.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 from farandole.spark.common.show.progress import Progress, progress
 from farandole.spark.job.session import Cluster
@@ -233,8 +236,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         both = sorted(set(self._roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
-        if self.getOnFailure() == "restart" and not self._store().saving_runs():
-            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
+        if not self._store().saving_runs():
+            self._check_without_runs()
         fill = self.getFill()
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
@@ -250,6 +253,13 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
+
+    def _check_without_runs(self) -> None:
+        """Refuses what needs a store that saves runs."""
+        if self.getOnFailure() == "restart":
+            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
+        if self.getTensorboard():
+            raise ValueError("tensorboard=True writes into the directory of the run, so the store must save runs")
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
         raise NotImplementedError
@@ -277,10 +287,11 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             shown.report(record)
             if tracker is not None:
                 tracker.report(record)
+            if stop is not None and stop.is_news():
+                shown.message("stopping, as asked for in the notebook")
+                run.event("stop", "asked for in the notebook")
 
         more: dict[str, Any] = {}
-        if env := self._environment():
-            more["env"] = env
         # A backend of the user's may have Horovod's `run`, which knows of no progress.
         told = inspect.signature(backend.run).parameters.values()
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
@@ -289,7 +300,11 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         with (
             recorded(self, job) as journal,
             telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+            contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
+            shown.offering(request) as stop,
         ):
+            if env := self._environment() | ({} if stop is None else stop.variables()):
+                more["env"] = env
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -350,7 +365,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             yield
 
     def _tracked(self, run_id: str, prepared: Prepared) -> Tracker:
-        """The trackers of the run: MLflow and Weights & Biases, if requested.
+        """The trackers of the run: MLflow, Weights & Biases and TensorBoard, if requested.
 
         Args:
             run_id: name of the run.
@@ -364,6 +379,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             trackers.append(MlflowTracker(run_id, self._plain(), data))
         if self.getWandb():
             trackers.append(WandbTracker(run_id, self._plain()))
+        if self.getTensorboard():
+            trackers.append(TensorboardTracker(self._store().to_remote(run_id, prepared.index), self._plain()))
         return Trackers(trackers)
 
     def _plain(self) -> dict[str, Any]:

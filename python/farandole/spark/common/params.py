@@ -182,6 +182,11 @@ class EstimatorParams(Parameters):
     wandb: Parameter[bool] = Parameter(
         "Whether parameters and metrics are logged to Weights & Biases.", check.flag, default=False
     )
+    tensorboard: Parameter[bool] = Parameter(
+        "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs always are.",
+        check.flag,
+        default=False,
+    )
     on_failure: Parameter[str] = Parameter(
         '`"restart"` starts a failed run again from its checkpoint.', check.choice("raise", "restart"), default="raise"
     )
@@ -246,6 +251,7 @@ class EstimatorParams(Parameters):
     setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
+    setTensorboard, getTensorboard = accessors("tensorboard")
 
 
 class ModelParams(Parameters):

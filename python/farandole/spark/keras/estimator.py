@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import keras
 from pyspark.ml.util import MLReadable, MLWritable
 
+from farandole._keras.values import as_array
 from farandole.data.columns import Column, check_sizes
 from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.data.source import sample
@@ -17,8 +18,9 @@ from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.explained import signature
 from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.runs.tracking import Example
 from farandole.spark.keras import compiled, payload
-from farandole.spark.keras.arrays import inputs_of, told_mapping
+from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from farandole.spark.keras.job import Trained
 
 _QUIET_TENSORFLOW = "2"
+_EXAMPLES = 2
+"""Rows of an example."""
 
 
 class KerasEstimatorParamsWritable(MLWritable):
@@ -126,7 +130,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
-            tracker.model(copy.model, "keras")
+            tracker.model(copy.model, "keras", self._example(job, prepared, copy.model))
         return KerasModel(
             history=trained.history,
             model=copy.model,
@@ -142,6 +146,18 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
+
+    def _example(self, job: Job, prepared: Prepared, model: Any) -> Example | None:
+        """Some rows for MLflow; `None` where it is not asked for, or for several inputs, which it cannot name."""
+        if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
+            return None
+        missing, transformation = missing_of(self, prepared), transformation_of(self)
+        rows = sample(prepared.train_url, self._roles().kept, _EXAMPLES, transformation, missing, prepared.ragged)
+        given = model_inputs(job.shape, rows, _EXAMPLES)
+        made = flat_outputs(
+            model(keras.ops.convert_to_tensor(given), training=False), job.shape.output_keys, len(job.labels)
+        )
+        return Example(given, as_array(made[0]) if len(made) == 1 else None)
 
     def _form_of_loss(self) -> str | None:
         return compiled.form_of(self.getLoss() or compiled.compile_arguments(self.getModel()).get("loss"))

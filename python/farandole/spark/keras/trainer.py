@@ -27,13 +27,14 @@ from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
 from farandole.spark import task
 from farandole.spark.common.data.source import Place, Source
+from farandole.spark.common.runs.halting import Halt
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss
 from farandole.spark.keras.elastic import Commits, Course, Moments, Told
 from farandole.spark.keras.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
 from farandole.spark.keras.job import Trained
-from farandole.spark.keras.publish import Kept, Metered, Publisher
+from farandole.spark.keras.publish import Halted, Kept, Metered, Publisher
 from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
 
@@ -63,6 +64,7 @@ class Trainer:
         self.objects: Objects = cloudpickle.loads(job.objects)
         self.moves = is_elastic()
         """Whether the world may change."""
+        self.halt = Halt(job.store)
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.train, self.val = self._feeds()
         self.note: dict[str, Any] = {}
@@ -229,7 +231,7 @@ class Trainer:
             callbacks += boards
         if self.rank == 0 or self.moves:
             callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
-        return [*callbacks, OneEnd()]
+        return [*callbacks, Halted(self.halt, self.rank), OneEnd()]
 
     def _publisher(self, directory: Path) -> Publisher:
         kept = None

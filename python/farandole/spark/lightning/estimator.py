@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
+    from farandole.spark.common.runs.tracking import Example
     from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.show.progress import Progress
     from farandole.spark.torch.job import Trained
@@ -122,13 +123,13 @@ class LightningEstimator(
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         fingerprint = self._fingerprint(prepared)
-        job, objects, sizes = self._job(prepared, fingerprint)
+        job, objects, sizes, tensors = self._job(prepared, fingerprint)
         base = job.base
         with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module
-            tracker.model(module, "pytorch")
+            tracker.model(module, "pytorch", self._example(base, module, tensors))
         outputs = None
         if sizes is not None:
             outputs = [
@@ -152,6 +153,16 @@ class LightningEstimator(
             outputs=outputs,
         )
 
+    def _example(self, job: Job, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Example | None:
+        """Some rows for MLflow; `None` where it is not asked for, or `forward` does not take the columns."""
+        if not self.getMlflow():
+            return None
+        try:
+            outputs = mapping.outputs_of_model(job.inputs, job.labels, module, tensors)
+        except ValueError:  # the steps of a LightningModule need not call it
+            return None
+        return mapping.example(job, tensors, outputs)
+
     def _form_of_loss(self) -> str | None:
         loss = self.getLoss()
         return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
@@ -169,8 +180,8 @@ class LightningEstimator(
 
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
-    ) -> tuple[LightningJob, LightningObjects, list[int] | None]:
-        """The run's description, a copy of the user's objects, and the size of each output where it can be tried."""
+    ) -> tuple[LightningJob, LightningObjects, list[int] | None, dict[str, torch.Tensor]]:
+        """The run's description, a copy of the user's objects, the sizes of outputs where known, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
         columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
@@ -234,7 +245,7 @@ class LightningEstimator(
         if package is None:
             outputs = mapping.outputs_of_model(made, labels, mine.module, tensors)
             sizes = [output[1:].numel() for output in outputs]
-        return job, mine, sizes
+        return job, mine, sizes, tensors
 
     def _losses(self, count: int) -> list[Any]:
         """The losses of a plain module; for a `LightningModule` what says that labels keep their kind."""
