@@ -8,11 +8,20 @@ use std::sync::Arc;
 use farandole_dataset::{Piece, Step};
 
 use crate::batch::Batch;
-use crate::dataset::Field;
+use crate::block::Block;
+use crate::column::Field;
 use crate::pool::Pool;
-use crate::state::Copying;
 use crate::texts::Texts;
 use crate::values::{Rows, weave};
+
+/// Rows to copy.
+pub(crate) struct Copying {
+    pub(crate) pieces: Vec<Piece>,
+    /// Of each piece.
+    pub(crate) blocks: Vec<Arc<Block>>,
+    /// Whether the batch is complete then.
+    pub(crate) last: bool,
+}
 
 /// A batch that is being put together.
 pub(crate) struct Draft {

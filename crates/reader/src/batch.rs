@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arrow::array::LargeBinaryArray;
 use farandole_dataset::Element;
 
-use crate::dataset::Field;
+use crate::column::Field;
 use crate::pool::{Pool, Slab, typed_mut};
 
 /// Columns start at multiples of this.

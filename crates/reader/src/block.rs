@@ -11,13 +11,13 @@ use farandole_dataset::{Element, Part, permutation};
 
 use crate::batch::padded;
 use crate::cache::Cache;
+use crate::column::Selected;
 use crate::dataset::Dataset;
 use crate::decode::Recipe;
 use crate::error::{Error, Result};
 use crate::footer::Fetched;
 use crate::pages::Bench;
 use crate::pool::{Pool, Slab};
-use crate::reader::Selected;
 use crate::values::{Rows, Source, shuffle};
 
 /// Rows up to this many bytes are shuffled when they are decoded.

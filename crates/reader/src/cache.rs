@@ -21,9 +21,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use farandole_dataset::{Part, fold};
 
+use crate::column::Selected;
 use crate::dataset::Dataset;
 use crate::error::{Error, Result};
-use crate::reader::Selected;
 
 /// What all such files are called, before a user's number and a key.
 const PREFIX: &str = "farandole-cache-";

@@ -6,13 +6,14 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
-use farandole_dataset::{Column, DataFile, Element, Lanes, MANIFEST, Manifest, RowGroup};
+use farandole_dataset::{Column, DataFile, Lanes, MANIFEST, Manifest, RowGroup};
 use farandole_store::{Entry, Store};
 use parking_lot::Mutex;
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
+use crate::column::Field;
 use crate::error::{Error, Result};
 use crate::footer;
 use crate::hive;
@@ -27,46 +28,6 @@ const STRIPES: usize = 32;
 const OVERSTATED: u64 = 16;
 /// Threads that read footers of files without a manifest.
 const FOOTER_THREADS: usize = 4;
-
-/// A column as batches see it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Field {
-    /// Its name.
-    pub name: String,
-    /// Type of one element.
-    pub element: Element,
-    /// Shape of one row.
-    pub shape: Vec<u64>,
-    /// Whether there may be nulls.
-    pub nullable: bool,
-}
-
-impl Field {
-    pub(crate) fn of(column: &Column) -> Self {
-        Self {
-            name: column.name.clone(),
-            element: column.element,
-            shape: column.shape.clone(),
-            nullable: column.nulls != Some(0),
-        }
-    }
-
-    /// Elements of one row.
-    pub fn elements(&self) -> usize {
-        let sides = self.shape.iter().map(|side| usize::try_from(*side).unwrap_or(usize::MAX));
-        sides.fold(1, usize::saturating_mul)
-    }
-
-    /// Whether its values are texts or bytes of any length.
-    pub fn is_text(&self) -> bool {
-        self.element.width().is_none()
-    }
-
-    /// Bytes of one row; 0 for texts.
-    pub fn width(&self) -> usize {
-        self.element.width().unwrap_or(0).saturating_mul(self.elements())
-    }
-}
 
 /// A directory of Parquet: what is in it, and where.
 #[derive(Debug)]

@@ -13,45 +13,16 @@ use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
-use crate::dataset::{Dataset, Field};
+use crate::column::{Field, Selected};
+use crate::dataset::Dataset;
 use crate::error::{Error, Result};
-use crate::fill::{Odd, filled, numbers};
-use crate::footer::Fetched;
+use crate::fill::{filled, numbers};
+use crate::footer::{Fetched, chunk_range};
 use crate::hive;
 use crate::library::{self, Source};
+use crate::origin::Origin;
 use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges};
-use crate::reader::Selected;
 use crate::schema::{direct, leaf_of, shape_of};
-
-/// Where values come from, for messages.
-#[derive(Clone)]
-pub(crate) struct Origin<'a> {
-    pub(crate) file: &'a str,
-    pub(crate) group: usize,
-    pub(crate) column: &'a str,
-}
-
-impl Origin<'_> {
-    pub(crate) fn nulls(&self, nulls: usize) -> Error {
-        let (column, file) = (self.column.to_owned(), self.file.to_owned());
-        Error::Nulls { column, nulls, group: self.group, file }
-    }
-
-    fn odd(&self, Odd { what, count }: Odd) -> Error {
-        let (column, file) = (self.column.to_owned(), self.file.to_owned());
-        Error::NotNumbers { column, what, count, group: self.group, file }
-    }
-
-    pub(crate) fn ragged(&self, expected: u64) -> Error {
-        let (column, file) = (self.column.to_owned(), self.file.to_owned());
-        Error::Ragged { column, expected, group: self.group, file }
-    }
-
-    pub(crate) fn parquet(&self, source: ParquetError) -> Error {
-        let (column, file) = (self.column.to_owned(), self.file.to_owned());
-        Error::Parquet { file, group: self.group, column, source }
-    }
-}
 
 /// How one column of a part comes about.
 enum Way {
@@ -293,11 +264,6 @@ fn copy(values: &[u8], out: &mut [u8]) {
     if let Some(slots) = out.get_mut(..values.len()) {
         slots.copy_from_slice(values);
     }
-}
-
-pub(crate) fn chunk_range(chunk: &parquet::file::metadata::ColumnChunkMetaData) -> Range<u64> {
-    let (start, length) = chunk.byte_range();
-    start..start.saturating_add(length)
 }
 
 /// The row group of a part, when the file still has as many rows as the data set says.

@@ -11,17 +11,18 @@ use std::time::{Duration, Instant};
 use farandole_dataset::{Part, Plan};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use crate::assemble::Copying;
 use crate::batch::Batch;
 use crate::block::{Block, Maker};
 use crate::cache::Cache;
-use crate::dataset::{Dataset, Field, Overstated};
+use crate::column::{Field, Selected};
+use crate::dataset::{Dataset, Overstated};
 use crate::decode::Recipe;
 use crate::error::{Error, Result};
 use crate::footer::last_words;
 use crate::pages::Bench;
 use crate::pool::Pool;
-use crate::reader::Selected;
-use crate::state::{Bytes, Copying, Job, State};
+use crate::state::{Bytes, Job, State};
 
 /// Bytes of batches that are ready ahead of the consumer, at most.
 const AHEAD_BYTES: u64 = 16 << 20;

@@ -5,8 +5,8 @@
 
 use farandole_dataset::Element;
 
+use crate::column::Selected;
 use crate::pool::typed_mut;
-use crate::reader::Selected;
 
 /// Whether `value` is one of an element's; floats take any, to the nearest.
 pub(crate) fn fits(element: Element, value: f64) -> bool {

@@ -11,7 +11,7 @@ use bytes::{Buf, Bytes, buf::Reader as BytesReader};
 use farandole_store::Store;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader};
+use parquet::file::metadata::{ColumnChunkMetaData, PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader};
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
@@ -157,4 +157,10 @@ impl ChunkReader for Fetched {
     fn get_bytes(&self, start: u64, length: usize) -> parquet::errors::Result<Bytes> {
         self.slice(start, Some(length))
     }
+}
+
+/// The bytes of a column in a row group.
+pub(crate) fn chunk_range(chunk: &ColumnChunkMetaData) -> Range<u64> {
+    let (start, length) = chunk.byte_range();
+    start..start.saturating_add(length)
 }

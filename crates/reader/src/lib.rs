@@ -18,6 +18,17 @@
 //! If no batch is ready, the consumer creates the next one itself as soon as its blocks are loaded. If the blocks that
 //! end and those that begin in one step do not fit into the budget together, the rows of the former are copied first.
 //!
+//! Modules use only modules of earlier lines:
+//!
+//! ```text
+//! error, hive, pool, column           words, memory, what a column is
+//! pages, footer, intact, fill         bytes of files, replacements
+//! origin, schema, values, texts       places of errors, types, copies of values
+//! dataset, lists, library, decode     a directory; column chunks to values
+//! batch, cache, block                 what is held
+//! assemble, state, epoch, reader      the order of work, threads
+//! ```
+//!
 //! Invariants:
 //! - `RE-1`: batches come in the plan's order, whatever the timing of threads.
 //! - `RE-2`: decoded blocks never take more than the byte budget; a plan that needs more is refused at its start. Texts
@@ -34,6 +45,7 @@ mod assemble;
 mod batch;
 mod block;
 mod cache;
+mod column;
 mod dataset;
 mod decode;
 mod epoch;
@@ -44,6 +56,7 @@ mod hive;
 mod intact;
 mod library;
 mod lists;
+mod origin;
 mod pages;
 mod pool;
 mod reader;
@@ -53,7 +66,8 @@ mod texts;
 mod values;
 
 pub use batch::{Batch, Held};
-pub use dataset::{Dataset, Field};
+pub use column::Field;
+pub use dataset::Dataset;
 pub use epoch::{Epoch, Next};
 pub use error::{Error, Fault, Result};
 pub use reader::{Options, Reader};

@@ -12,13 +12,13 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
 use parquet::errors::ParquetError;
 
-use crate::decode::{Origin, chunk_range};
+use crate::column::Selected;
 use crate::error::{Error, Result};
 use crate::fill::filled;
-use crate::footer::Fetched;
+use crate::footer::{Fetched, chunk_range};
 use crate::lists::read_list;
+use crate::origin::Origin;
 use crate::pages::claims;
-use crate::reader::Selected;
 use crate::schema::shape_of;
 
 /// Rows that the library decodes at once, for which it takes memory before it has seen any.

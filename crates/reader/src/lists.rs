@@ -14,10 +14,10 @@ use parquet::data_type::DataType as ParquetType;
 use parquet::errors::ParquetError;
 use parquet::file::serialized_reader::SerializedPageReader;
 
-use crate::dataset::Field;
-use crate::decode::Origin;
+use crate::column::Field;
 use crate::error::{Error, Result};
 use crate::footer::Fetched;
+use crate::origin::Origin;
 
 /// Values of a leaf, its levels checked.
 fn read_leaf<T: ParquetType>(

@@ -14,8 +14,6 @@ use memmap2::{Advice, MmapMut};
 use parking_lot::Mutex;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::pages::room;
-
 /// From this many bytes on memory is mapped.
 const LARGE: usize = 512 << 10;
 
@@ -35,6 +33,14 @@ pub(crate) fn typed<T: Value>(bytes: &[u8]) -> &[T] {
 /// As [`typed`], to be written.
 pub(crate) fn typed_mut<T: Value>(bytes: &mut [u8]) -> &mut [T] {
     <[T]>::mut_from_prefix(bytes).map_or(&mut [], |(values, _)| values)
+}
+
+/// Makes a buffer at least this long, in steps that suit every type; what is in it is nobody's business.
+pub(crate) fn room(buffer: &mut MutableBuffer, bytes: usize) {
+    let bytes = bytes.next_multiple_of(64);
+    if buffer.len() < bytes {
+        buffer.resize(bytes, 0);
+    }
 }
 
 #[derive(Debug)]

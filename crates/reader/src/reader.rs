@@ -10,7 +10,8 @@ use farandole_dataset::{Element, Plan, Request, Tail};
 use farandole_world::Rank;
 
 use crate::cache::Cache;
-use crate::dataset::{Dataset, Field};
+use crate::column::{Field, Selected};
+use crate::dataset::Dataset;
 use crate::epoch::{Epoch, Setup};
 use crate::error::{Error, Result};
 use crate::fill::fits;
@@ -66,22 +67,6 @@ impl Default for Options {
             allow_nan: true,
             cache: None,
         }
-    }
-}
-
-/// A column: as it is stored, and as batches hold it.
-#[derive(Clone, Debug)]
-pub(crate) struct Selected {
-    pub(crate) field: Field,
-    pub(crate) out: Element,
-    /// What replaces nulls and NaN.
-    pub(crate) fill: Option<f64>,
-    pub(crate) allow_nan: bool,
-}
-
-impl Selected {
-    pub(crate) fn out_width(&self) -> usize {
-        self.out.width().unwrap_or(0).saturating_mul(self.field.elements())
     }
 }
 

@@ -8,7 +8,7 @@ use farandole_dataset::{Column, Element, Role};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::basic::Type as Physical;
 
-use crate::dataset::Field;
+use crate::column::Field;
 use crate::pages::{Levels, Stored};
 
 /// The element that an Arrow scalar is read as; `None` when there is none.

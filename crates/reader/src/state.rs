@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use farandole_dataset::{Piece, Plan};
 
-use crate::assemble::Draft;
+use crate::assemble::{Copying, Draft};
 use crate::batch::Batch;
 use crate::block::Block;
 use crate::decode::Recipe;
@@ -27,15 +27,6 @@ pub(crate) enum Job {
     Load(usize, Bytes),
     /// Copy these rows into a batch; the last ones where it says so.
     Assemble(Box<Draft>, Copying),
-}
-
-/// Rows to copy.
-pub(crate) struct Copying {
-    pub(crate) pieces: Vec<Piece>,
-    /// Of each piece.
-    pub(crate) blocks: Vec<Arc<Block>>,
-    /// Whether the batch is complete then.
-    pub(crate) last: bool,
 }
 
 /// The state of an epoch.

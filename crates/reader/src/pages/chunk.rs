@@ -14,7 +14,8 @@ use crate::pages::codec::Codec;
 use crate::pages::hybrid::{Hybrid, Piece, levels, uniform, unpack};
 use crate::pages::spots::Spots;
 use crate::pages::thrift::{PageHeader, PageKind, page_header};
-use crate::pages::values::{Dictionary, Stored, plain, room, split};
+use crate::pages::values::{Dictionary, Stored, plain, split};
+use crate::pool::room;
 
 const PLAIN: i64 = 0;
 const PLAIN_DICTIONARY: i64 = 2;

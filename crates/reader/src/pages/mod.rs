@@ -17,4 +17,4 @@ mod values;
 pub(crate) use chunk::{Bench, Chunk, Levels, Trouble, decode};
 pub(crate) use claims::claims;
 pub(crate) use spots::{Lost, Spots, find, ranges};
-pub(crate) use values::{Stored, room};
+pub(crate) use values::Stored;

@@ -6,7 +6,7 @@
 use arrow::buffer::MutableBuffer;
 
 use crate::pages::hybrid::{Hybrid, Piece, unpack};
-use crate::pool::{Value, typed, typed_mut};
+use crate::pool::{Value, room, typed, typed_mut};
 
 /// Indices that are unpacked at a time: they stay in the first cache.
 const BLOCK: usize = 512;
@@ -148,14 +148,6 @@ impl Dictionary {
             8 => walk(indices, some, known, &mut Typed::<u64> { from: typed(from), to: typed_mut(out) }),
             width => walk(indices, some, known, &mut Wide { from, to: out, width }),
         }
-    }
-}
-
-/// Makes a buffer at least this long, in steps that suit every type; what is in it is nobody's business.
-pub(crate) fn room(buffer: &mut MutableBuffer, bytes: usize) {
-    let bytes = bytes.next_multiple_of(64);
-    if buffer.len() < bytes {
-        buffer.resize(bytes, 0);
     }
 }
 
