@@ -49,15 +49,14 @@ class Gathering:
         self._path = path
         self._new = ui.Timelines
         self._pieces = ui.Timelines()
-        self._jobs = 0
+        self._begun = False
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
-        self._jobs += 1
-        self._pieces, self._came = self._new(), False
+        self._begun, self._pieces, self._came = True, self._new(), False
 
     def take(self, task: int, piece: bytes) -> None:
         """Takes a piece; an error is one line in the log and never fails a job.
@@ -97,7 +96,7 @@ class Gathering:
         if not self._came:
             if self._made and self._path is not None:
                 self._path.unlink(missing_ok=True)  # it is empty
-            if not self._jobs:
+            if not self._begun:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:
