@@ -28,7 +28,7 @@ from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
 from farandole.data.statistics import Statistics, statistics_of
 from farandole.data.stream import StreamLoader
-from farandole.spark.common.ragged import Pad
+from farandole.spark.common.ragged import Jagged, Nested, Pad
 
 __all__ = [
     "AsyncDataLoaderMixin",
@@ -36,8 +36,10 @@ __all__ = [
     "BaseDataLoader",
     "Decode",
     "Image",
+    "Jagged",
     "LengthLoader",
     "MixedLoader",
+    "Nested",
     "Pad",
     "ParquetLoader",
     "PreparedData",

@@ -115,12 +115,24 @@ def text(name: str) -> Callable[[Any], str]:
 
 
 def ragged(value: Any) -> dict[str, Any]:
-    """A `Pad` by column."""
-    from farandole.spark.common.ragged import Pad, Ragged
+    """A `Pad` or `Nested` by column."""
+    from farandole.spark.common.ragged import Nested, Pad, Ragged
 
-    if not isinstance(value, Mapping) or not all(isinstance(one, Pad | Ragged | Mapping) for one in value.values()):
-        raise TypeError(f"ragged must be a dict of Pad by column: {value!r}")
+    kinds = (Pad, Nested, Ragged, Mapping)
+    if not isinstance(value, Mapping) or not all(isinstance(one, kinds) for one in value.values()):
+        raise TypeError(f"ragged must be a dict of Pad or Nested by column: {value!r}")
     return dict(value)
+
+
+def statistics(value: Any) -> dict[str, Any] | None:
+    """`Statistics` as plain values by column, which can be saved."""
+    from farandole.data.statistics import Statistics
+
+    if value is None:
+        return None
+    if not isinstance(value, Statistics | Mapping):
+        raise TypeError(f"statistics must be of farandole.data.statistics_of: {value!r}")
+    return value.to_values() if isinstance(value, Statistics) else dict(value)
 
 
 def optional(name: str) -> Callable[[Any], str | None]:

@@ -37,6 +37,7 @@ from farandole.spark.common.model import FarandoleModel, check_columns, check_fo
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.progress import Progress, progress
+from farandole.spark.common.reference import with_statistics, with_stored_statistics
 from farandole.spark.common.runs import alone, begin, mapped, name_of
 from farandole.spark.common.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
 from farandole.spark.common.visibility import executor_hosts, told_local
@@ -177,8 +178,10 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
+                wanted = self.getStatistics()
+                counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one took.
-                return self._train(self._backend(), prepared, shown)
+                return self._train(self._backend(), counted, shown)
 
     def _fit_frame(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
@@ -202,7 +205,9 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
-                return self._train(self._backend(), prepared, shown)  # as above
+                wanted = self.getStatistics()
+                counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
+                return self._train(self._backend(), counted, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
@@ -215,7 +220,9 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
         with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
-            return self._train(self._backend(), prepared, shown)  # as in `_fit`
+            url = store.get_train_data_path(dataset_idx)
+            counted = with_stored_statistics(prepared, url, self._roles(), wanted=self.getStatistics())
+            return self._train(self._backend(), counted, shown)  # as in `_fit`
 
     def _check(self) -> None:
         """Refuses parameters that do not go together.
@@ -393,7 +400,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """Parameters that the fitted model takes over: categories, fill values, and those of predictions.
+        """Parameters that the fitted model takes over: categories, fill values, statistics, and those of predictions.
 
         Args:
             prepared: its data.
@@ -401,6 +408,8 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
             asked["output_form"] = form
+        if prepared.statistics is not None:
+            asked["statistics"] = prepared.statistics
         if prepared.encoding is None:
             return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}

@@ -6,7 +6,7 @@ A value is checked when it is set, by the constructor, a setter, `setParams` or 
 `ValueError` or `TypeError` that names the parameter.
 """
 
-# ruff: noqa: N802, N815, SLF001 - names are Spark ML's
+# ruff: noqa: N802, N815, PLC0415, SLF001 - names are Spark ML's; pyarrow is loaded where statistics are
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from farandole.spark.common import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from farandole.data.statistics import Statistics
 
 T = TypeVar("T")
 
@@ -188,6 +190,7 @@ class EstimatorParams(Params):
     terminate_on_nan = declare(
         "terminate_on_nan", "whether a loss that is NaN or infinite ends the run", check.flag("terminate_on_nan")
     )
+    statistics = declare("statistics", "whether the model carries statistics of the rows", check.flag("statistics"))
     mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
     wandb = declare("wandb", "whether the run is logged to Weights & Biases", check.flag("wandb"))
 
@@ -248,6 +251,7 @@ class EstimatorParams(Params):
     setOnFailure, getOnFailure = accessors("on_failure")
     setMaxRestarts, getMaxRestarts = accessors("max_restarts")
     setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
+    setStatistics, getStatistics = accessors("statistics")
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
 
@@ -287,6 +291,7 @@ class EstimatorParams(Params):
             resume="auto",
             max_restarts=3,
             terminate_on_nan=True,
+            statistics=False,
             mlflow=False,
             wandb=False,
         )  # fmt: skip
@@ -330,7 +335,9 @@ class ModelParams(Params):
     categories = declare("categories", "categories of the columns that have some", check.categories)
     ragged = declare("ragged", "how lists of different lengths are padded, by column", check.ragged)
     signature = declare("signature", "columns, shape and type of each of the model's inputs", check.anything)
+    statistics = declare("statistics", "statistics of the rows that the model was trained with", check.statistics)
 
+    setStatistics = accessors("statistics")[0]
     setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
@@ -360,10 +367,17 @@ class ModelParams(Params):
         super().__init__()
         self._setDefault(
             history=None, model=None, feature_columns=None, label_columns=None, output_cols=None, run_id=None,
-            paths=None, fill=None, categories={}, ragged={}, learned={}, signature=None,
+            paths=None, fill=None, categories={}, ragged={}, learned={}, signature=None, statistics=None,
             verbose=1,
             batch_size=4096,
         )  # fmt: skip
+
+    def getStatistics(self) -> Statistics | None:
+        """The statistics of the rows that the model was trained with, if it carries them."""
+        from farandole.data.statistics import Statistics
+
+        known = self.getOrDefault("statistics")
+        return None if known is None else Statistics.of_values(known)
 
     def getOutputCols(self) -> list[str]:
         """The columns `transform` adds: as set, or `<label>__output` for every label column."""

@@ -16,12 +16,12 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.signature import signature
 from farandole.spark.common.source import sample
 from farandole.spark.keras import compiled, payload
-from farandole.spark.keras.arrays import inputs_of, told_mapping
+from farandole.spark.keras.arrays import check_padded, inputs_of, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
@@ -160,6 +160,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         continuous_cols: NVTabular's; not used.
         categorical_cols: NVTabular's; not used.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
+        statistics: Whether the fitted model carries statistics of the rows, for its `drift`. They take one more pass
+            over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
@@ -231,6 +233,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         continuous_cols: Sequence[str] | None = None,
         categorical_cols: Sequence[str] | None = None,
         terminate_on_nan: bool | None = None,
+        statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
         on_failure: str | None = None,
@@ -257,6 +260,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         loss = self.getLoss()
         if isinstance(loss, list) and len(loss) != len(self.getLabelCols()):
             raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(loss)}")
+        check_padded(self.getRagged())
         for callback in self.getCallbacks():
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
@@ -309,6 +313,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
 
     def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
         """The run's description, a copy of the model that nobody else holds, its outputs' rows, and a fingerprint."""
+        check_padded(prepared.ragged)
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept
         transformation = transformation_of(self)

@@ -18,10 +18,10 @@ from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.digests import class_name
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.signature import signature
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
@@ -118,7 +118,8 @@ class LightningEstimator(
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
             a list of categories, a number of categories, or None for all. Categories that are not given are learned.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        ragged: What becomes of columns of lists of different lengths: a dict by name of `farandole.data.Pad`, which
+            pads them, or `farandole.data.Nested`, which makes nested tensors of them.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
@@ -170,6 +171,8 @@ class LightningEstimator(
         deterministic: Whether equal seeds and sizes give equal bits; default False.
         max_steps: Steps after which the run ends.
         max_time: Seconds of training after which the run ends.
+        statistics: Whether the fitted model carries statistics of the rows, for its `drift`. They take one more pass
+            over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
@@ -258,6 +261,7 @@ class LightningEstimator(
         deterministic: bool | None = None,
         max_steps: int | None = None,
         max_time: float | None = None,
+        statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
         on_failure: str | None = None,

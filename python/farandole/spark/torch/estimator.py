@@ -15,10 +15,10 @@ from pyspark.ml.util import MLReadable, MLWritable
 from farandole.spark.common.columns import check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.explained import signature
 from farandole.spark.common.fingerprint import Part
 from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
+from farandole.spark.common.signature import signature
 from farandole.spark.torch import callbacks, mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, form_of, weighted
@@ -139,7 +139,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing value, 1 for an unseen
             one, from 2 on the categories, sorted; in a label, classes from 0 on. A list of names; or a dict by name of
             a list of categories, a number of categories, or None for all. Categories that are not given are learned.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        ragged: What becomes of columns of lists of different lengths: a dict by name of `farandole.data.Pad`, which
+            pads them, or `farandole.data.Nested`, which makes nested tensors of them.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
@@ -167,6 +168,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         max_steps: Steps of the optimizer after which the run ends.
         max_time: Seconds of training after which the run ends, within an epoch too.
         terminate_on_nan: Whether a loss that is NaN or infinite ends the run; default True.
+        statistics: Whether the fitted model carries statistics of the rows, for its `drift`. They take one more pass
+            over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
@@ -249,6 +252,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         max_steps: int | None = None,
         max_time: float | None = None,
         terminate_on_nan: bool | None = None,
+        statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
         on_failure: str | None = None,

@@ -13,9 +13,9 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.spark.ahead import sent
 from farandole.spark.common import check
-from farandole.spark.common.explained import Layer
+from farandole.spark.common.explained import Layer, torch_layers
 from farandole.spark.common.model import FarandoleModel
-from farandole.spark.common.outputs import Output, numbered
+from farandole.spark.common.outputs import Output
 from farandole.spark.common.outputs import outputs as outputs_param
 from farandole.spark.common.params import accessors, declare
 from farandole.spark.torch import payload
@@ -23,16 +23,13 @@ from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    import pyarrow as pa
     import torch
     from pyspark.sql import DataFrame
 
+    from farandole.data.statistics import Statistics
     from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter
-
-_CHECKED = 64
-"""Rows that an exported model is checked with."""
 
 
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
@@ -66,7 +63,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         categories: The categories of each column that has some.
         verbose: 0 shows no messages about predictions; default 1.
         learned: The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.
-        ragged: How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.
+        ragged: What becomes of columns of lists of different lengths, as in the estimator.
         predictionCol: Column that `transform` adds for the class of a row, or its value, as Spark ML's models do.
         rawPredictionCol: Column for one number of each class, which is larger if the class is more likely.
         probabilityCol: Column for the probability of each class.
@@ -75,6 +72,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         thresholds: One number of each class; the class of the largest probability by threshold is predicted.
         class_names: Names of the classes, if the label has none.
         signature: What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.
+        statistics: Statistics of the rows that the model was trained with, for `drift`.
         output_form: Form of the model's outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or
             `"log_probabilities"`; default: the form that its loss takes, if it is known.
         _metadata: Horovod's description of columns; not needed.
@@ -130,6 +128,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         class_names: Sequence[str] | None = None,
         output_form: str | None = None,
         signature: Sequence[Mapping[str, Any]] | None = None,
+        statistics: Statistics | Mapping[str, Any] | None = None,
         _metadata: Any = None,
     ) -> None:
         super().__init__()
@@ -175,12 +174,11 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             ImportError: a package is missing; `farandole[onnx]` brings them.
             ValueError: the model cannot be exported, or the exported one predicts something else.
         """
+        from farandole.spark.common.onnx import exportable, some_rows
         from farandole.spark.torch.onnx import export
 
-        known = self.getSignature()
-        if known is None:
-            raise ValueError("to_onnx needs the model's signature, which fit gives to it: setSignature sets it")
-        tensors = None if rows is None else self._tensors(rows)
+        known = exportable(self, self.getOutputCols())
+        tensors = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows))
         export(
             self.getModel(),
             known,
@@ -192,23 +190,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             tolerance=tolerance,
         )
 
-    def _tensors(self, rows: DataFrame) -> list[torch.Tensor]:
-        """The first rows of a DataFrame, as the model takes them."""
-        import pyarrow as pa
-
-        from farandole.spark.session import Cluster
-
-        self._check_columns(rows)
-        some = numbered(rows).limit(_CHECKED)
-        packed = some.mapInArrow(_packed, "batch binary")
-        found = Cluster.active().collect(packed, "farandole: rows to check a model with")
-        batches = [batch for row in found for batch in pa.ipc.open_stream(row.batch)]
-        if not batches:
-            raise ValueError("the DataFrame has no row to check the model with")
-        return self._predictor(rows).inputs(pa.Table.from_batches(batches).combine_chunks().to_batches()[0])
-
     def _layers(self) -> list[Layer]:
-        return layers(self.getModel())
+        return torch_layers(self.getModel())
 
     def _prediction_fn(self) -> Callable[..., Any] | None:
         return None
@@ -227,40 +210,3 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             encoding=self._encoding(),
             function=self._prediction_fn(),
         )
-
-
-def layers(module: torch.nn.Module) -> list[Layer]:
-    """The layers of a module: those that hold parameters of their own, and those that hold no other layer.
-
-    Args:
-        module: of any kind. A parameter that two layers share counts where it comes first.
-    """
-    made: list[Layer] = []
-    seen: set[int] = set()
-    for name, one in module.named_modules():
-        own = [each for each in one.parameters(recurse=False) if id(each) not in seen]
-        seen |= {id(each) for each in own}
-        if not own and next(one.children(), None) is not None:
-            continue
-        made.append(
-            Layer(
-                name=name or type(one).__name__,
-                kind=type(one).__name__,
-                form=one.extra_repr().replace("\n", " "),
-                parameters=sum(each.numel() for each in own),
-                trained=sum(each.numel() for each in own if each.requires_grad),
-                size=sum(each.numel() * each.element_size() for each in own),
-            )
-        )
-    return made
-
-
-def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Each batch as bytes: Spark's own rows would make Python objects of vectors."""
-    import pyarrow as pa
-
-    for batch in batches:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as stream:
-            stream.write_batch(batch)
-        yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["batch"])
