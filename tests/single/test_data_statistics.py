@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.single.training import estimator, linear
 
 from farandole.data import Statistics, prepare_data, statistics_of
 
@@ -135,3 +136,50 @@ def test_what_cannot_be_names_the_column(tmp_path):
     empty = statistics_of(pa.table({"x": pa.array([None, None], pa.float64())}))
     assert (empty["x"].missing, empty["x"].mean) == (2, None)
     assert empty.drift(pa.table({"x": [1.0]}))["x"].missing == -1.0
+
+
+def test_a_fitted_model_compares_rows_with_those_it_was_trained_with(tmp_path):
+    def rows(**changes):
+        return table(**changes).append_column("y", pa.array(np.zeros(ROWS, np.float32)))
+
+    wish = {"feature_cols": [["x", "n"]], "fill": {"x": "mean"}, "epochs": 1, "batch_size": 4096, "statistics": True}
+    asked = estimator(tmp_path / "a", linear(), **wish)
+    model = asked.fit(rows())
+    assert model.getStatistics() == statistics_of(rows(), ["x", "n", "y"])
+    assert max(one.index for one in model.drift(rows(seed=1)).values()) < 0.01
+    drifted = model.drift(rows(seed=1, shift=1.0, empty=0.4).drop(["y", "blob"]))
+    assert list(drifted) == ["x", "n"]  # rows that are to be predicted have no label
+    assert drifted["x"].index > 0.5
+    assert drifted["x"].missing == pytest.approx(0.3, abs=0.02)
+    with pytest.raises(ValueError, match="the source has no column 'n'"):
+        model.drift(rows().select(["x", "y"]))
+    # Statistics are kept with the data, so a fit that does not ask for them finds them.
+    found = estimator(tmp_path / "a", linear(), **wish | {"statistics": False, "run_id": "again"}).fit(rows())
+    assert found.getStatistics() == model.getStatistics()
+    without = estimator(tmp_path / "b", linear(), **wish | {"statistics": False}).fit(rows())
+    assert without.getStatistics() is None
+    with pytest.raises(ValueError, match="fit with statistics=True, or pass it to prepare_data"):
+        without.drift(rows())
+
+
+def test_models_of_stored_data_have_the_statistics_of_its_rows(tmp_path):
+    rows = table().append_column("y", pa.array(np.zeros(ROWS, np.float32)))
+    wish = {"feature_cols": [["x", "n"]], "fill": {"x": "mean"}, "epochs": 1, "batch_size": 4096}
+    expected = statistics_of(rows, ["x", "n", "y"])
+    # Data that prepare_data has described.
+    options = {"feature_cols": ["x", "n"], "label_cols": ["y"], "fill": {"x": "mean"}}
+    data = prepare_data(rows, tmp_path / "told", **options, statistics=True)
+    model = estimator(tmp_path / "told", linear(), **wish).fit_on_parquet(dataset_idx=data.index)
+    assert model.getStatistics() == expected
+    # Data that it has not described: its rows are not those of the source any more.
+    data = prepare_data(rows, tmp_path / "plain", **options)
+    plain = estimator(tmp_path / "plain", linear(), **wish, statistics=True)
+    with pytest.raises(ValueError, match="was prepared without statistics: pass statistics=True to prepare_data, too"):
+        plain.fit_on_parquet(dataset_idx=data.index)
+    # Data that anybody wrote.
+    raw = tmp_path / "raw" / "intermediate_train_data"
+    raw.mkdir(parents=True)
+    pq.write_table(rows, raw / "part-0.parquet")
+    model = estimator(tmp_path / "raw", linear(), **wish, statistics=True).fit_on_parquet()
+    assert model.getStatistics() == expected
+    assert [one.name for one in raw.iterdir()] == ["part-0.parquet"]

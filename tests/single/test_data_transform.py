@@ -74,6 +74,35 @@ def test_a_function_may_return_a_dict_and_other_rows(path):
     assert [int(batch["_weights"].sum()) for batch in padded] == [60] * 8 + [20]
 
 
+def lists(batch):
+    """A column of lists whose type has no length."""
+    made = [[float(one)] * 3 for one in batch.column("id").to_pylist()]
+    return pa.record_batch([batch.column("id"), pa.array(made, pa.list_(pa.float32()))], ["id", "v"])
+
+
+def arrays(batch):
+    """An array whose second axis is lost without rows."""
+    return {"v": np.array([[one, one, one] for one in batch.column("id").to_pylist()])}
+
+
+@pytest.mark.parametrize("function", [lists, arrays])
+@pytest.mark.parametrize(("pool", "framework"), [("thread", "numpy"), ("dummy", "torch")])
+def test_a_batch_without_rows_has_the_shapes_and_types_of_others(tmp_path, function, pool, framework):
+    pq.write_table(pa.table({"id": np.arange(5)}), tmp_path / "f.parquet")
+    found = []
+    for rank in (0, 5):
+        options = {"transformation_fn": function, "transform_pool": pool, "framework": framework}
+        loader = ParquetLoader(tmp_path, 2, rank=rank, size=6, **options)
+        try:
+            (batch,) = loader
+        finally:
+            loader.close()
+        assert len(batch["v"]) == (1 if rank == 0 else 0)
+        found.append({name: (values.shape[1:], values.dtype) for name, values in batch.items()})
+    assert found[0] == found[1]
+    assert found[0]["v"][0] == (3,)
+
+
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 def test_what_a_function_raises_arrives(path, pool):
     def broken(batch):

@@ -4,6 +4,12 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +17,7 @@ import pytest
 import torch
 from tests.single.training import Here
 
-from farandole.data import Pad, ParquetLoader, prepare_data
+from farandole.data import Jagged, LengthLoader, MixedLoader, Nested, Pad, ParquetLoader, prepare_data
 from farandole.data.ragged import Ragged
 from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
@@ -119,9 +125,144 @@ def test_an_estimator_learns_from_sequences(tmp_path, kind, source):
         (tmp_path / "intermediate_train_data").mkdir()
         pq.write_table(rows, tmp_path / "intermediate_train_data" / "part-0.parquet")
         fitted = estimator.fit_on_parquet()
-    assert fitted.getRagged() == {"tokens": {"dtype": "int32", "value": 0, "max_length": 40, "buckets": 4}}
+    assert fitted.getRagged() == {
+        "tokens": {"dtype": "int32", "value": 0, "max_length": 40, "buckets": 4, "nested": False}
+    }
     assert fitted.getInputDtypes() == ["int64", "float32"]
     last = fitted.getHistory()[-1]
     assert last["train"]["loss"] < 0.3
     with pytest.raises(ValueError, match="a ragged column must be a separate input: 'tokens'"):
         estimator.copy().setFeatureCols([["tokens", "size"]]).fit(rows)
+
+
+@pytest.mark.parametrize("nested", [Nested(), Nested(max_length=7)])
+def test_a_nested_column_is_read_without_padding(tmp_path, nested):
+    rows, most = lists(), nested.max_length or 40
+    data = prepare_data(table(), tmp_path, ragged={"tokens": nested}, validation=0.2)
+    found = {}
+    for url in (data.train_url, data.val_url):
+        for batch in ParquetLoader(url, 3, framework="torch", seed=2):
+            tokens = batch["tokens"]
+            assert tokens.layout == torch.jagged
+            assert tokens.dtype == torch.int32
+            found |= dict(zip(batch["id"].tolist(), [row.tolist() for row in tokens.unbind()], strict=True))
+    assert found == {key: row[:most] for key, row in enumerate(rows)}
+    batch = next(iter(ParquetLoader(data.train_url, 5)))
+    assert isinstance(batch["tokens"], Jagged)
+    assert len(batch["tokens"]) == 5
+    ends = batch["tokens"].offsets
+    pieces = [batch["tokens"].values[start:end].tolist() for start, end in itertools.pairwise(ends)]
+    assert pieces == [rows[key][:most] for key in batch["id"]]
+
+
+@pytest.mark.slow
+def test_tensorflow_gets_ragged_tensors_of_a_nested_column(tmp_path):
+    script = """
+import sys
+import tensorflow as tf
+from farandole.data import ParquetLoader
+dataset = ParquetLoader(sys.argv[1], 4, shuffle=False).as_tf_dataset()
+assert isinstance(dataset.element_spec["tokens"], tf.RaggedTensorSpec), dataset.element_spec
+batch = next(iter(dataset))
+print(batch["tokens"].to_list())
+"""
+    data = prepare_data(table(), tmp_path, ragged={"tokens": Nested()})
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", script, data.train_url]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    batch = next(iter(ParquetLoader(data.train_url, 4, shuffle=False)))
+    assert ast.literal_eval(done.stdout) == [lists()[key] for key in batch["id"].tolist()]
+
+
+def test_what_chooses_rows_of_a_batch_takes_no_nested_column(tmp_path):
+    nested = prepare_data(table(), tmp_path / "nested", ragged={"tokens": Nested()}).train_url
+    padded = prepare_data(table(), tmp_path / "padded", ragged={"tokens": Pad()}).train_url
+    told = "prepare tokens with Pad"
+    with pytest.raises(ValueError, match=f"rows of a pool must be padded: {told}"):
+        LengthLoader(ParquetLoader(nested, 8), "tokens", 4)
+    with pytest.raises(ValueError, match=f"lists of a mix must be padded: {told}"):
+        MixedLoader({"a": ParquetLoader(nested, 8), "b": ParquetLoader(padded, 8)})
+    with pytest.raises(ValueError, match=f"in an elastic job, lists must be padded: {told}"):
+        ParquetLoader(nested, 8).take_turns()
+    dataset = ParquetLoader(nested, 8, framework="torch").as_torch_dataset()
+    (tokens,) = {one["tokens"].layout for one in torch.utils.data.DataLoader(dataset, batch_size=None)}
+    assert tokens == torch.jagged
+    with pytest.raises(ValueError, match="worker processes cannot send nested tensors: use num_workers=0 for tokens"):
+        list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
+    with pytest.raises(ValueError, match="max_length of a ragged column must be a whole number, 1 or more: 0"):
+        Nested(max_length=0)
+
+
+class Bag(torch.nn.Module):
+    """As `Mean`, of nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.last = torch.nn.EmbeddingBag(50, 4, padding_idx=0), torch.nn.Linear(5, 2)
+
+    def forward(self, tokens, size):
+        assert tokens.is_nested
+        assert tokens.dtype == torch.int64
+        pooled = self.embedding(tokens.values(), tokens.offsets()[:-1])
+        return self.last(torch.cat([pooled, size], dim=1))
+
+
+@pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator], ids=["torch", "lightning"])
+def test_an_estimator_learns_the_same_from_nested_rows_as_from_padded_ones(tmp_path, kind):
+    label = [int(sum(row) > 500) for row in lists()]
+    rows = table(size=[len(row) / 40 for row in lists()], label=label)
+
+    def fitted(model, ragged, **more):
+        return kind(
+            model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.05), loss=torch.nn.CrossEntropyLoss(),
+            feature_cols=["tokens", "size"], label_cols=["label"], batch_size=8, epochs=2, verbose=0, random_seed=1,
+            store=LocalStore(str(tmp_path / str(ragged))), backend=Here(), ragged={"tokens": ragged}, **more,
+        ).fit(rows)  # fmt: skip
+
+    padded, nested = fitted(Mean(), Pad()), fitted(Bag(), Nested())
+    kept = fitted(Bag(), Nested(), inmemory_cache_all=True, shuffle=False)
+    assert nested.getRagged()["tokens"]["nested"]
+    assert nested.getSignature()[0] | {"shape": None} == {
+        "columns": ["tokens"], "shape": None, "dtype": "int64", "ragged": True, "nested": True,
+    }  # fmt: skip
+    losses = [one["train"]["loss"] for model in (padded, nested) for one in model.getHistory()]
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-4)
+    assert len(kept.getHistory()) == 2
+    batch = pa.RecordBatch.from_arrays([pa.array(lists()[:9]), pa.array([0.5] * 9)], ["tokens", "size"])
+    found = [model.setBatchSize(4)._predictor(_Columns()).outputs(batch) for model in (padded, nested)]
+    assert found[1][0].shape == (9, 2)
+    for model, (output,) in zip((padded, nested), found, strict=True):
+        network = model.getModel().eval()
+        first = lists()[0]
+        tokens = torch.tensor([first + [0] * (40 - len(first))])
+        if model is nested:
+            tokens = torch.nested.nested_tensor([torch.tensor(first)], layout=torch.jagged)
+        with torch.no_grad():
+            wanted = network(tokens, torch.tensor([[0.5]]))
+        np.testing.assert_allclose(output[:1], wanted.numpy(), rtol=1e-4)
+
+
+class _Columns:
+    """Stands for a DataFrame: its columns, in a session without Spark."""
+
+    columns = ("tokens", "size")
+    sparkSession = None  # noqa: N815 - Spark's name
+
+
+def test_data_that_was_prepared_padded_does_not_become_nested_and_the_other_way_round(tmp_path):
+    model = Bag()
+    rows = table(size=[0.5] * 300, label=[key % 2 for key in range(300)])
+    for number, (had, wanted, told) in enumerate(
+        [(Pad(), Nested(), "Pad, not with Nested"), (Nested(), Pad(), "Nested, not with Pad")]
+    ):
+        store = LocalStore(str(tmp_path / str(number)))
+        data = prepare_data(rows, store, label_cols=["label"], ragged={"tokens": had})
+        estimator = TorchEstimator(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.CrossEntropyLoss(),
+            feature_cols=["tokens", "size"], label_cols=["label"], verbose=0, store=store, backend=Here(),
+            ragged={"tokens": wanted},
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=f"column 'tokens' was prepared with {told}"):
+            estimator.fit_on_parquet(dataset_idx=data.index)

@@ -75,6 +75,7 @@ COMMON = {
     "mp_start_method": [("thread", ValueError)],
     "on_failure": [("ignore", ValueError)],
     "terminate_on_nan": [("yes", TypeError)],
+    "statistics": [("yes", TypeError)],
     "resume": [("no", ValueError), (True, ValueError)],
 }
 TORCH = {
@@ -132,7 +133,7 @@ SET = {
     "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
     "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
     "max_restarts": 3, "mlflow": False, "wandb": False, "tensorboard": False, "resume": "auto",
-    "terminate_on_nan": True,
+    "terminate_on_nan": True, "statistics": False,
     "categories": {}, "ragged": {},
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(

@@ -76,7 +76,7 @@ def fitted(frame, home, model, **params):
 @pytest.fixture(scope="module")
 def model(frame, tmp_path_factory):
     features = ["image", ["a", "b"], "word"]
-    options = {"feature_cols": features, "fill": {"b": "mean"}, "categories": ["word"]}
+    options = {"feature_cols": features, "fill": {"b": "mean"}, "categories": ["word"], "statistics": True}
     return fitted(frame, tmp_path_factory.mktemp("export"), Network(), class_names=["x", "y", "z"], **options)
 
 
@@ -104,6 +104,19 @@ def test_the_signature_is_saved_with_the_model(model, tmp_path):
     assert loaded.getSignature() == model.getSignature()
     assert loaded.getSignature()[1] == {"columns": ["a", "b"], "shape": [-1, 2], "dtype": "float32"}
     assert loaded.explain() == model.explain()
+
+
+def test_rows_are_compared_with_those_of_the_training_also_by_a_loaded_model(model, frame, tmp_path):
+    model.write().overwrite().save(str(tmp_path / "model"))
+    loaded = TorchModel.read().model(Network()).load(str(tmp_path / "model"))
+    assert loaded.getStatistics() == model.getStatistics()
+    same = loaded.drift(frame)
+    assert {name for name, one in same.items() if one.index == 0.0} == {"a", "b", "word", "y"}
+    assert np.isnan(same["image"].index)  # a vector, of which only missing rows are counted
+    changed = frame.selectExpr("image", "a + 5 as a", "b", "'grey' as word")
+    drifted = loaded.drift(changed)
+    assert sorted(list(drifted)[:2]) == ["a", "word"]
+    assert (drifted["word"].new, "y" in drifted) == (1.0, False)
 
 
 @pytest.mark.slow
@@ -137,9 +150,9 @@ def test_a_file_that_predicts_something_else_is_not_kept(frame, tmp_path):
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(model, tmp_path, monkeypatch):
-    from farandole.spark.torch import onnx
+    from farandole.spark.common.model import onnx
 
-    monkeypatch.setattr(onnx, "_PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(onnx, "PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(ImportError, match=r"farandole\[onnx\]"):
         model.to_onnx(tmp_path / "model.onnx")
 

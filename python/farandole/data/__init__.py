@@ -26,7 +26,7 @@ from farandole.data.media import Audio, Decode, Image
 from farandole.data.mixing import MixedLoader
 from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
-from farandole.data.ragged import Pad
+from farandole.data.ragged import Jagged, Nested, Pad
 from farandole.data.statistics import Statistics, statistics_of
 from farandole.data.stream import StreamLoader
 
@@ -36,8 +36,10 @@ __all__ = [
     "BaseDataLoader",
     "Decode",
     "Image",
+    "Jagged",
     "LengthLoader",
     "MixedLoader",
+    "Nested",
     "Pad",
     "ParquetLoader",
     "PreparedData",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole._native.reader import Batch, Field
+    from farandole.data.ragged import Jagged
 
     Convert = Callable[[Batch, Sequence[Field], str | None], dict[str, Any]]
     Wrap = Callable[[Batch, Mapping[str, Any], str | None], dict[str, Any]]
@@ -161,6 +162,20 @@ def _torch() -> Convert:
         return tensors
 
     return convert
+
+
+def nested(rows: Jagged, framework: str) -> Any:
+    """A column of nested rows as a batch has it.
+
+    Args:
+        rows: Their values and offsets.
+        framework: `numpy`, which leaves them as they are, or `torch`: a nested tensor in the jagged layout.
+    """
+    if framework == "numpy":
+        return rows
+    import torch  # noqa: PLC0415 - optional
+
+    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(rows.values), torch.from_numpy(rows.offsets))
 
 
 def wrapper(framework: str) -> Wrap:

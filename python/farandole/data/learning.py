@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
 from farandole.data.encoding import Encoding, plain, source_of, sources_of
-from farandole.data.ragged import Ragged, element
+from farandole.data.ragged import Ragged, element, is_nested
 from farandole.data.tallies import Longest, Mean, Quantile, Values
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Wish:
     split: Split | None = None
     """How validation rows are chosen, if not by rows alone."""
     ragged: Mapping[str, Any] = field(default_factory=dict)
-    """How lists of different lengths are padded, by column: `Pad`, or `Ragged` where all is known."""
+    """What becomes of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` where all is known."""
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
@@ -68,7 +68,7 @@ class Wish:
             fill: A value for all columns, or values by column.
             labels: Label columns.
             split: How validation rows are chosen, if not by rows alone.
-            ragged: A `Pad` by column.
+            ragged: A `Pad` or `Nested` by column.
 
         Raises:
             ValueError: Categories that cannot be.
@@ -122,7 +122,12 @@ class Wish:
         fill = {name: word for name, word in words.items() if name not in encoding.learned}
         if set(encoding.learned.values()) == {fill.get("*")}:
             del fill["*"]
-        ragged = {name: pad for name, pad in self.ragged.items() if name not in encoding.ragged}
+        ragged = {name: one for name, one in self.ragged.items() if name not in encoding.ragged}
+        for name in sorted(self.ragged.keys() & encoding.ragged.keys()):
+            nested = encoding.ragged[name].nested
+            if is_nested(self.ragged[name]) != nested:
+                kinds = ("Nested", "Pad") if nested else ("Pad", "Nested")
+                raise ValueError(f"column {name!r} was prepared with {kinds[0]}, not with {kinds[1]}")
         return Wish(categories, fill, self.labels, ragged=ragged)  # what is split already has no split
 
     def _words(self) -> dict[str, str]:
@@ -212,9 +217,7 @@ class Wish:
             for word in wanted:
                 tally = learner.tallies[name, word]
                 if word.startswith("longest "):
-                    pad = self.ragged[name]
-                    longest = pad.max_length or tally.value
-                    ragged[name] = Ragged(word.removeprefix("longest "), pad.value, longest, min(pad.buckets, longest))
+                    ragged[name] = self.ragged[name].known(word.removeprefix("longest "), tally.value)
                     continue
                 if word == "categories":
                     categories[name] = tally.categories(self.categories[name])

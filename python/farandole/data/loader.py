@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
 from farandole._native.store import configure, full_path, options_of
-from farandole.data.arrays import TEXTS, converter, wrapper
+from farandole.data.arrays import TEXTS, converter, nested, wrapper
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.learning import encoding_at
@@ -274,6 +274,10 @@ class ParquetLoader(BaseDataLoader):
         if self._turns is not None:
             self._turns.start_at(Place(epoch, rows, left))
 
+    def _nested(self) -> list[str]:
+        """Columns whose batches are nested: they have no rows that could be chosen."""
+        return [name for name, one in self._ragged.items() if one.nested]
+
     def take_turns(self, books: Turns | None = None) -> Turns:
         """Records which rank gets which rows, for a fault-tolerant optimizer: `optimizer.share(reader=loader)`.
 
@@ -288,6 +292,8 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError("tail='join' cannot be used in an elastic job")
         if self._given != (None, None):
             raise ValueError("a loader that follows the world takes rank and size from the world: do not pass them")
+        if lists := self._nested():
+            raise ValueError(f"in an elastic job, lists must be padded: prepare {', '.join(lists)} with Pad")
         if isinstance(self, AsyncDataLoaderMixin):
             raise TypeError("a loader that follows the world cannot create batches ahead in its own thread")
         if self._turns is None:
@@ -360,15 +366,19 @@ class ParquetLoader(BaseDataLoader):
                 for batch in batches:
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
-                        padded = {name: one.read(batch, name) for name, one in self._ragged.items()}
+                        padded = {name: one.read(batch, name) for name, one in self._ragged.items() if not one.nested}
                         if self._length_suffix:
                             lengths = {name: one.lengths(batch, name) for name, one in self._ragged.items()}
                             padded |= {name + self._length_suffix: counts for name, counts in lengths.items()}
                         made |= self._wrap(batch, padded, None)
+                        lists = {name: one.jagged(batch, name) for name, one in self._ragged.items() if one.nested}
+                        made |= {name: nested(rows, self.framework) for name, rows in lists.items()}
                     yield made
             else:
                 for batch, result in self._transform.run(iter(batches), self._fields):
-                    yield self._wrap(batch, result, weights)
+                    # Without rows, a list column has no length: another batch tells it.
+                    empty = {} if batch.rows else self._transform.empty(self._make_reader(0, 1), self._fields)
+                    yield self._wrap(batch, result | empty, weights)
         finally:
             batches.close()
 

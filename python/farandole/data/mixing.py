@@ -203,6 +203,9 @@ def _check_added(loaders: Mapping[str, Any]) -> None:
     added: dict[str, set[str]] = {}
     for name, loader in loaders.items():
         pools = getattr(loader, "loader", loader)
+        lists = pools._nested() if hasattr(pools, "_nested") else []  # noqa: SLF001 - of one house
+        if lists:
+            raise ValueError(f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with Pad")
         suffix = getattr(pools, "_length_suffix", "")
         added[name] = {column + suffix for column in getattr(pools, "_ragged", ())} if suffix else set()
         if getattr(pools, "tail", None) == "pad":

@@ -50,6 +50,8 @@ class PoolLoader(BaseDataLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number, 1 or more: {batch_size!r}")
+        if lists := loader._nested():  # noqa: SLF001 - of one house
+            raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
         self.loader, self.batch_size = loader, batch_size
         self._skip = 0
         """Batches of the first pool that the next iteration passes over."""

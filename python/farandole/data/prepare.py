@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.data.encoding import Encoding
-    from farandole.data.ragged import Pad, Ragged
+    from farandole.data.ragged import Nested, Pad, Ragged
     from farandole.stores.store import AbstractFilesystemStore
 
 PART_BYTES = 128 << 20
@@ -110,7 +110,7 @@ def prepare_data(
     validation_stratify: str | None = None,
     validation_group: str | None = None,
     validation_time: str | None = None,
-    ragged: Mapping[str, Pad] | None = None,
+    ragged: Mapping[str, Pad | Nested] | None = None,
     allow_nan: bool = False,
     compression: Literal["none", "snappy", "lz4", "zstd"] = "none",
     row_group_rows: int | None = None,
@@ -153,7 +153,8 @@ def prepare_data(
             one.
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
-        ragged: How columns of lists of different lengths are padded, as `{"tokens": Pad(max_length=512)}`.
+        ragged: What becomes of columns of lists of different lengths: `{"tokens": Pad(max_length=512)}` pads them, and
+            `Nested()` makes nested tensors of them.
         allow_nan: Accepts NaN and infinities like other values.
         compression: Of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.

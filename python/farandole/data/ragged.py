@@ -3,7 +3,8 @@
 """Columns of lists that have different lengths: how they are stored, and how they become arrays.
 
 Prepared data contains the bytes of each row's values, which the native reader gathers like any column of bytes. A batch
-is padded when it is returned, to the shortest of a few lengths that fits its longest row.
+is padded when it is returned, to the shortest of a few lengths that fits its longest row, or it becomes a nested tensor
+without padding.
 """
 
 from __future__ import annotations
@@ -45,11 +46,76 @@ class Pad:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
-        for name, number in (("max_length", self.max_length), ("buckets", self.buckets)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
-                raise ValueError(f"{name} of a ragged column must be a whole number, 1 or more: {number!r}")
+        _check(max_length=self.max_length, buckets=self.buckets)
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
+
+    def known(self, dtype: str, longest: int) -> Ragged:
+        """The column, once its rows were looked at.
+
+        Args:
+            dtype: of the values.
+            longest: length of the longest row.
+        """
+        most = self.max_length or longest
+        return Ragged(dtype, self.value, most, min(self.buckets, most))
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Takes the rows of a ragged column as they are: a batch is one nested tensor of torch, in the jagged layout.
+
+    Args:
+        max_length: Values of a row that are kept; default: those of the longest row that is prepared.
+    """
+
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        _check(max_length=self.max_length)
+
+    def known(self, dtype: str, longest: int) -> Ragged:
+        """As `Pad.known`."""
+        most = self.max_length or longest
+        return Ragged(dtype, 0, most, most, nested=True)
+
+
+def _check(**numbers: Any) -> None:
+    for name, number in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
+            raise ValueError(f"{name} of a ragged column must be a whole number, 1 or more: {number!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Jagged:
+    """Rows of different lengths as NumPy arrays: row `i` is `values[offsets[i]:offsets[i + 1]]`."""
+
+    values: Array
+    offsets: Array
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.offsets) - 1
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a column becomes nested tensors.
+
+    Args:
+        value: a `Pad`, `Nested` or `Ragged`, or the fields of one in a dict.
+    """
+    nested = value.get("nested", False) if isinstance(value, Mapping) else getattr(value, "nested", False)
+    return isinstance(value, Nested) or bool(nested)
+
+
+def lengths_of(name: str) -> str:
+    """The name under which the lengths of a nested column travel beside its values.
+
+    Args:
+        name: of the column.
+    """
+    return f"{name}\0lengths"
 
 
 @dataclass(frozen=True)
@@ -60,6 +126,8 @@ class Ragged:
     value: float
     max_length: int
     buckets: int = 1
+    nested: bool = False
+    """Whether batches are nested tensors: without padding."""
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -106,8 +174,8 @@ class Ragged:
             batch: of the native reader.
             name: of the column.
         """
-        ends, _ = batch.texts(name)
-        return np.minimum(np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length)
+        starts, _ = self._stored(batch, name)
+        return np.minimum(np.diff(starts), self.max_length)
 
     def read(self, batch: Batch, name: str, *, fixed: bool = False) -> Array:
         """The rows of a batch of prepared data.
@@ -117,9 +185,22 @@ class Ragged:
             name: of the column.
             fixed: as in `padded`.
         """
+        return self.padded(*self._stored(batch, name), fixed=fixed)
+
+    def jagged(self, batch: Batch, name: str) -> Jagged:
+        """The rows of a batch of prepared data, without padding.
+
+        Args:
+            batch: of the native reader.
+            name: of the column.
+        """
+        starts, values = self._stored(batch, name)
+        return Jagged(values.copy(), starts)
+
+    def _stored(self, batch: Batch, name: str) -> tuple[Array, Array]:
+        """Where each row's values start and the last one's end, and the values, which cannot be written to."""
         ends, values = batch.texts(name)
-        starts = np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize
-        return self.padded(starts, np.frombuffer(values, self.dtype), fixed=fixed)
+        return np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize, np.frombuffer(values, self.dtype)
 
     def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
         """The rows of an Arrow column; a null has no values.
@@ -131,6 +212,15 @@ class Ragged:
         """
         starts, values = self._flat(column, name)
         return self.padded(starts, values, fixed=fixed)
+
+    def lengths_of_arrow(self, column: Any) -> Array:
+        """How many values each row of an Arrow column has, (rows,).
+
+        Args:
+            column: of lists.
+        """
+        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        return np.minimum(lengths.astype(np.int64), self.max_length)
 
     def stored(self, column: Any, name: str) -> pa.Array:
         """An Arrow column of lists as it is prepared: the bytes of each row's values.

@@ -14,15 +14,15 @@ import cloudpickle
 
 from farandole._native.store import Store as NativeStore
 from farandole.data.frames import is_spark
-from farandole.data.sources import open_source
+from farandole.data.sources import Source, open_source
 from farandole.data.tallies import Mean, Quantile, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
-    from farandole.data.sources import Source, Unit
+    from farandole.data.sources import Unit
 
 _FILE = "_statistics.json"
 _BINS = 10
@@ -88,23 +88,40 @@ class Statistics:
         """Those of one column."""
         return self.columns[name]
 
-    def drift(self, source: Any, **reading: Any) -> dict[str, Drift]:
+    def drift(self, source: Any, *, optional: Iterable[str] = (), **reading: Any) -> dict[str, Drift]:
         """The drift of the columns of another source, the largest first, then columns without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
+            optional: Columns that the source may lack. They are then left out of the result.
             reading: `format`, `types` and `options`, as for `prepare_data`.
 
         Raises:
             ValueError: A column is missing, or has another kind of values.
         """
-        found = _counted_anywhere(source, list(self.columns), 2, reading, self.columns)
-        drifts = {name: _drift(name, one, found[name]) for name, one in self.columns.items()}
+        opened = _opened(source, reading)
+        allowed = set(optional) - set(_names(opened))
+        before = {name: one for name, one in self.columns.items() if name not in allowed}
+        found = _counted_anywhere(opened, list(before), 2, before)
+        drifts = {name: _drift(name, one, found[name]) for name, one in before.items()}
         return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
+
+    def to_values(self) -> dict[str, Any]:
+        """As plain values, which JSON can write."""
+        return {name: asdict(one) for name, one in self.columns.items()}
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> Self:
+        """From plain values.
+
+        Args:
+            values: Of `to_values`.
+        """
+        return cls({name: ColumnStatistics(**one) for name, one in values.items()})
 
     def to_json(self) -> str:
         """As text."""
-        return json.dumps({name: asdict(one) for name, one in self.columns.items()})
+        return json.dumps(self.to_values())
 
     @classmethod
     def of_json(cls, text: str | bytes) -> Self:
@@ -113,7 +130,7 @@ class Statistics:
         Args:
             text: Of `to_json`.
         """
-        return cls({name: ColumnStatistics(**one) for name, one in json.loads(text).items()})
+        return cls.of_values(json.loads(text))
 
 
 def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads: int = 2, **reading: Any) -> Statistics:
@@ -128,29 +145,36 @@ def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads:
     Raises:
         ValueError: A column is missing.
     """
-    names = None if columns is None else list(columns)
-    found = _counted_anywhere(source, names, threads, reading)
+    opened = _opened(source, reading)
+    found = _counted_anywhere(opened, None if columns is None else list(columns), threads)
     return Statistics({name: tally.statistics() for name, tally in found.items()})
 
 
-def kept_statistics(url: str, source: Source, columns: Sequence[str], threads: int) -> Statistics:
+def statistics_at(url: str) -> Statistics | None:
+    """The statistics that are kept with prepared data.
+
+    Args:
+        url: Of the training data.
+    """
+    store = NativeStore(url)
+    return Statistics.of_json(store.read(_FILE)) if store.exists(_FILE) else None
+
+
+def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int) -> Statistics:
     """Those that are kept with prepared data; they are computed where there are none.
 
     Args:
         url: Of the training data.
-        source: That was prepared.
+        source: That was prepared: an opened one, or a Spark DataFrame.
         columns: Of the source.
         threads: Files read at the same time.
     """
-    store = NativeStore(url)
-    if store.exists(_FILE):
-        kept = Statistics.of_json(store.read(_FILE))
-        if set(columns) <= set(kept.columns):
-            return kept
-    made = Statistics(
-        {name: tally.statistics() for name, tally in _counted(source, list(columns), threads, {}).items()}
-    )
-    store.write(_FILE, made.to_json().encode())
+    kept = statistics_at(url)
+    if kept is not None and set(columns) <= set(kept.columns):
+        return kept
+    counted = _counted_anywhere(source, list(columns), threads)
+    made = Statistics({name: tally.statistics() for name, tally in counted.items()})
+    NativeStore(url).write(_FILE, made.to_json().encode())
     return made
 
 
@@ -240,17 +264,21 @@ def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
 
 
 def _counted_anywhere(
-    source: Any,
-    columns: list[str] | None,
-    threads: int,
-    reading: dict[str, Any],
-    before: Mapping[str, ColumnStatistics] | None = None,
+    source: Any, columns: list[str] | None, threads: int, before: Mapping[str, ColumnStatistics] | None = None
 ) -> dict[str, _Tally]:
     """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a drift."""
-    if is_spark(source):
+    if not isinstance(source, Source):
         return _counted_by_spark(source, columns, before or {})
-    opened = open_source(source, **reading)
-    return _counted(opened, opened.schema.names if columns is None else columns, threads, before or {})
+    return _counted(source, source.schema.names if columns is None else columns, threads, before or {})
+
+
+def _opened(source: Any, reading: dict[str, Any]) -> Any:
+    """A source that was opened, or a Spark DataFrame."""
+    return source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
+
+
+def _names(source: Any) -> list[str]:
+    return source.schema.names if isinstance(source, Source) else source.columns
 
 
 def _counted_by_spark(

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.data.loader import ParquetLoader
+    from farandole.data.ragged import Jagged
 
 
 def tf_dataset(loader: ParquetLoader) -> Any:
-    """Whole batches, as dicts of tensors.
+    """Whole batches, as dicts of tensors; of ragged tensors for nested columns.
 
     Args:
         loader: What to read; batches of torch tensors are refused.
@@ -28,14 +29,23 @@ def tf_dataset(loader: ParquetLoader) -> Any:
         raise ImportError("as_tf_dataset needs TensorFlow: pip install 'farandole[tensorflow]'") from error
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
-    signature = loader.signature()
+    signature, lists = loader.signature(), loader._nested()  # noqa: SLF001 - of one house
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
     def batches() -> Iterator[dict[str, Any]]:
-        yield from loader
+        for batch in loader:
+            yield {name: ragged(one) if name in lists else one for name, one in batch.items()}
+
+    def ragged(rows: Jagged) -> Any:
+        return tf.RaggedTensor.from_row_splits(rows.values, rows.offsets, validate=False)
 
     def kind(dtype: str) -> Any:
         return tf.string if dtype == "object" else tf.dtypes.as_dtype(dtype)
 
-    specs = {name: tf.TensorSpec((rows, *shape), kind(dtype)) for name, (dtype, shape) in signature.items()}
+    specs = {
+        name: tf.RaggedTensorSpec((rows, *shape), kind(dtype), row_splits_dtype=tf.int64)
+        if name in lists
+        else tf.TensorSpec((rows, *shape), kind(dtype))
+        for name, (dtype, shape) in signature.items()
+    }
     return tf.data.Dataset.from_generator(batches, output_signature=specs).prefetch(1)

@@ -64,6 +64,11 @@ class TorchDataset(IterableDataset):
             return
         if info.num_workers > MOST_WORKERS:
             raise ValueError(f"a DataLoader may have up to {MOST_WORKERS} workers here: {info.num_workers}")
+        if lists := self._loader._nested():  # noqa: SLF001 - of one house
+            raise ValueError(
+                f"worker processes cannot send nested tensors: use num_workers=0 for {', '.join(lists)}; the loader "
+                "reads in threads of its own"
+            )
         if self._resumed is None:
             turn = int(self._started[info.id])
             self._started[info.id] += 1

@@ -15,6 +15,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -25,7 +26,7 @@ from farandole.data.arrays import TEXTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from farandole._native.reader import Batch, Field
+    from farandole._native.reader import Batch, Field, Reader
 
 POOLS = ("thread", "process", "dummy")
 """Where a function may run; `dummy` is the thread that iterates."""
@@ -51,6 +52,7 @@ class Transform:
             raise ValueError(f"transform_workers must be at least 1: {workers}")
         self.function, self.workers, self.pool = function, workers, pool
         self._processes: ProcessPoolExecutor | None = None
+        self._empty: dict[str, Any] | None = None
 
     def __getstate__(self) -> tuple[bytes, int, str]:
         """Without its workers; the function by value."""
@@ -60,7 +62,7 @@ class Transform:
         """Starts nothing yet."""
         function, self.workers, self.pool = state
         self.function = cloudpickle.loads(function)
-        self._processes = None
+        self._processes, self._empty = None, None
 
     def run(self, batches: Iterator[Batch], fields: Sequence[Field]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Transforms batches, up to two a worker ahead of the consumer.
@@ -90,6 +92,23 @@ class Transform:
                 result.cancel()
             if executor is not self._processes:
                 executor.shutdown(wait=True)
+
+    def empty(self, reader: Reader, fields: Sequence[Field]) -> dict[str, Any]:
+        """The arrays of a batch without rows, in the types and shapes of batches with rows.
+
+        The function cannot give them: a list column without rows has no length. So it is called once with the first
+        batch of the reader.
+
+        Args:
+            reader: Of the data set.
+            fields: Its columns.
+        """
+        if self._empty is None:
+            with closing(reader.epoch(0, 0)) as batches:
+                first = next(iter(batches), None)
+                made = {} if first is None or not first.rows else _checked(self.function(to_arrow(first, fields)))
+                self._empty = {name: _without_rows(values) for name, values in made.items()}
+        return self._empty
 
     def _executor(self) -> Executor:
         if self.pool == "thread":
@@ -161,6 +180,13 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
 
 
 _ALIASES = {"float32": "float", "float64": "double"}
+
+
+def _without_rows(values: Any) -> Any:
+    """A copy of an array or tensor that has none of its rows."""
+    import numpy as np  # noqa: PLC0415 - optional
+
+    return values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
 
 
 def _checked(result: Any) -> dict[str, Any]:

@@ -54,15 +54,14 @@ class Gathering:
         self._pieces = ui.Timelines()
         self._begun: dict[tuple[int, int], tuple[int, int]] = {}
         """When the timeline of a rank in a world started, and its task."""
-        self._jobs = 0
+        self._started = False
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
-        self._jobs += 1
-        self._pieces, self._came = self._new(), False
+        self._started, self._pieces, self._came = True, self._new(), False
         self._begun = {}
 
     def take(self, task: int, piece: bytes) -> None:
@@ -131,7 +130,7 @@ class Gathering:
         if not self._came:
             if self._made and self._path is not None:
                 self._path.unlink(missing_ok=True)  # it is empty
-            if not self._jobs:
+            if not self._started:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:

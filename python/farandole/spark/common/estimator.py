@@ -33,6 +33,7 @@ from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import SparkBackend
 from farandole.spark.common.data.copies import encoded
 from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
+from farandole.spark.common.data.reference import with_statistics, with_stored_statistics
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
 from farandole.spark.common.model.classes import ClassParams
@@ -182,8 +183,10 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
+                wanted = self.getStatistics()
+                counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one took.
-                return self._train(self._backend(), prepared, shown)
+                return self._train(self._backend(), counted, shown)
 
     def _fit_frame(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
@@ -207,7 +210,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
-                return self._train(self._backend(), prepared, shown)  # as above
+                wanted = self.getStatistics()
+                counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
+                return self._train(self._backend(), counted, shown)  # as above
 
     def _fit_prepared(self, dataset_idx: int | None) -> Any:
         self._check()
@@ -220,7 +225,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
         with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
-            return self._train(self._backend(), prepared, shown)  # as in `_fit`
+            url = store.get_train_data_path(dataset_idx)
+            counted = with_stored_statistics(prepared, url, self._roles(), wanted=self.getStatistics())
+            return self._train(self._backend(), counted, shown)  # as in `_fit`
 
     def _check(self) -> None:
         """Refuses parameters that do not go together.
@@ -412,7 +419,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """Parameters that the fitted model takes over: categories, fill values, and those of predictions.
+        """Parameters that the fitted model takes over: categories, fill values, statistics, and those of predictions.
 
         Args:
             prepared: its data.
@@ -420,6 +427,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
             asked["output_form"] = form
+        if prepared.statistics is not None:
+            asked["statistics"] = prepared.statistics
         if prepared.encoding is None:
             return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}

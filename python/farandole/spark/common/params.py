@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of all estimators, and of all fitted models."""
 
-# ruff: noqa: N802, N815 - names are Spark ML's
+# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from farandole.spark.common.parameter import Parameter, Parameters, accessors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from farandole.data.statistics import Statistics
     from farandole.runner.backend import Backend
     from farandole.stores.store import Store
 
@@ -164,9 +165,16 @@ class EstimatorParams(Parameters):
         default={},
     )
     ragged: Parameter[Mapping[str, Any]] = Parameter(
-        "How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.",
+        "What becomes of columns of lists of different lengths: a dict by name of `farandole.data.Pad`, which pads "
+        "them, or `farandole.data.Nested`, which makes nested tensors of them; Keras takes only the former.",
         values.ragged,
         default={},
+    )
+    statistics: Parameter[bool] = Parameter(
+        "Whether the fitted model carries statistics of the rows, for its `drift`. They take one more pass over the "
+        "rows.",
+        check.flag,
+        default=False,
     )
     allow_nan: Parameter[bool] = Parameter(
         "Whether NaN and infinities are accepted like other values.", check.flag, default=False
@@ -249,6 +257,7 @@ class EstimatorParams(Parameters):
     setOnFailure, getOnFailure = accessors("on_failure")
     setMaxRestarts, getMaxRestarts = accessors("max_restarts")
     setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
+    setStatistics, getStatistics = accessors("statistics")
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
     setTensorboard, getTensorboard = accessors("tensorboard")
@@ -283,15 +292,19 @@ class ModelParams(Parameters):
         "The categories of each column that has some.", values.categories, default={}
     )
     ragged: Parameter[Mapping[str, Any]] = Parameter(
-        "How columns of lists of different lengths are padded: a dict by name of `farandole.data.Pad`.",
+        "What becomes of columns of lists of different lengths, as in the estimator.",
         values.ragged,
         default={},
+    )
+    statistics: Parameter[Statistics | Mapping[str, Any]] = Parameter(
+        "Statistics of the rows that the model was trained with, for `drift`.", values.statistics, default=None
     )
     verbose: Parameter[int] = Parameter("0 shows no messages about predictions.", check.at_least(0), default=1)
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.", check.anything, default=None
     )
 
+    setStatistics = accessors("statistics")[0]
     setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")
     setCategories, getCategories = accessors("categories")
@@ -307,6 +320,13 @@ class ModelParams(Parameters):
     setRunId, getRunId = accessors("run_id")
     setPaths, getPaths = accessors("paths")
     setBatchSize, getBatchSize = accessors("batch_size")
+
+    def getStatistics(self) -> Statistics | None:
+        """The statistics of the rows that the model was trained with, if it carries them."""
+        from farandole.data.statistics import Statistics
+
+        known = self.getOrDefault("statistics")
+        return None if known is None else Statistics.of_values(known)
 
     def getOutputCols(self) -> list[str]:
         """The columns `transform` adds: as set, or `<label>__output` for every label column."""

@@ -59,12 +59,24 @@ def categories(name: str, value: Any) -> dict[str, Any]:
 
 
 def ragged(name: str, value: Any) -> dict[str, Any]:
-    """A `Pad` by column."""
-    from farandole.data.ragged import Pad, Ragged
+    """A `Pad` or `Nested` by column."""
+    from farandole.data.ragged import Nested, Pad, Ragged
 
-    if not isinstance(value, Mapping) or not all(isinstance(one, Pad | Ragged | Mapping) for one in value.values()):
-        raise TypeError(f"{name} must be a dict of Pad by column: {value!r}")
+    kinds = (Pad, Nested, Ragged, Mapping)
+    if not isinstance(value, Mapping) or not all(isinstance(one, kinds) for one in value.values()):
+        raise TypeError(f"{name} must be a dict of Pad or Nested by column: {value!r}")
     return dict(value)
+
+
+def statistics(name: str, value: Any) -> dict[str, Any] | None:
+    """`Statistics` as plain values by column, which can be saved."""
+    from farandole.data.statistics import Statistics
+
+    if value is None:
+        return None
+    if not isinstance(value, Statistics | Mapping):
+        raise TypeError(f"{name} must be of farandole.data.statistics_of: {value!r}")
+    return value.to_values() if isinstance(value, Statistics) else dict(value)
 
 
 def run_id(name: str, value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole.data.columns import Column, row_shape
+from farandole.data.ragged import is_nested
 from farandole.spark.keras.job import Input, Label, Shape
 
 if TYPE_CHECKING:
@@ -54,16 +55,43 @@ def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str,
         if len(stated) == 1 and len(groups) > 1:
             hint = f'; to put columns side by side, list them together: feature_cols=[["{groups[0][0]}", ...]]'
         raise ValueError(f"Feature column count {len(groups)} must equal model inputs count {len(stated)}{hint}")
-    keys = getattr(model, "_inputs_struct", None)
-    names = tuple(sorted(keys)) if isinstance(keys, dict) else None
-    if names is not None and {tuple(group) for group in groups} == {(name,) for name in names}:
-        order = {name: index for index, name in enumerate(names)}
-        stated = [stated[order[group[0]]] for group in groups]
-        names = tuple(group[0] for group in groups)
+    names = input_keys(model, groups)
+    if names is not None:
+        order = sorted(names)  # as Keras has them
+        stated = [stated[order.index(name)] for name in names]
     made = []
     for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(Input(tuple(group), _stated(str(one.dtype)), (-1, *_fitted(group, size, one.shape[1:], index))))
     return tuple(made), names
+
+
+def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
+    """The names of a model's inputs, in the order of the feature columns, for a model that takes a dict.
+
+    Args:
+        model: of Keras.
+        groups: the columns of each input; if each is one column with the name of an input, they are assigned by name.
+    """
+    keys = getattr(model, "_inputs_struct", None)
+    if not isinstance(keys, dict):
+        return None
+    names = tuple(sorted(keys))
+    by_name = {tuple(group) for group in groups} == {(name,) for name in names}
+    return tuple(group[0] for group in groups) if by_name else names
+
+
+def check_padded(ragged: Mapping[str, Any]) -> None:
+    """Refuses nested columns, since Keras has no nested tensors.
+
+    Args:
+        ragged: what becomes of lists of different lengths, by column.
+
+    Raises:
+        ValueError: naming the column.
+    """
+    for name, one in ragged.items():
+        if is_nested(one):
+            raise ValueError(f"Keras takes no nested tensors: use Pad instead of Nested for column {name!r}")
 
 
 def _fitted(group: Sequence[str], size: int, shape: Sequence[int | None], index: int) -> tuple[int, ...]:
@@ -110,6 +138,17 @@ def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
         columns: arrays by name, rows first.
         rows: in each.
     """
+    return argument(input_arrays(shape, columns, rows), shape.input_keys)
+
+
+def input_arrays(shape: Shape, columns: Mapping[str, Array], rows: int) -> list[Array]:
+    """The array of each input.
+
+    Args:
+        shape: of the model.
+        columns: arrays by name, rows first.
+        rows: in each.
+    """
     made: list[Array] = []
     for one in shape.inputs:
         if len(one.columns) == 1:
@@ -117,10 +156,10 @@ def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
         else:
             values = np.concatenate([columns[name].reshape(rows, -1) for name in one.columns], axis=1)
         made.append(values.astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]))
-    return argument(made, shape.input_keys)
+    return made
 
 
-def argument(arrays: Sequence[Array], keys: Sequence[str] | None) -> Any:
+def argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
     """Arrays as a model takes them: one alone, several in a tuple, or all in a dict.
 
     Args:

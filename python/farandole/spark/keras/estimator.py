@@ -16,11 +16,11 @@ from farandole.spark.common.data.reading import data_of, missing_of, transformat
 from farandole.spark.common.data.source import sample
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.explained import signature
 from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.tracking import Example
 from farandole.spark.keras import compiled, payload
-from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, told_mapping
+from farandole.spark.keras.arrays import check_padded, flat_outputs, inputs_of, model_inputs, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
@@ -103,6 +103,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         loss = self.getLoss()
         if isinstance(loss, list) and len(loss) != len(self.getLabelCols()):
             raise ValueError(f"loss needs one loss, or one per label column {len(self.getLabelCols())}: {len(loss)}")
+        check_padded(self.getRagged())
         for callback in self.getCallbacks():
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
@@ -167,6 +168,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
 
     def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
         """The run's description, a copy of the model that nobody else holds, its outputs' rows, and a fingerprint."""
+        check_padded(prepared.ragged)
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept
         transformation = transformation_of(self)

@@ -22,10 +22,12 @@ from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.job.ahead import sent
 from farandole.spark.keras import payload
+from farandole.spark.keras.arrays import argument, input_keys
 from farandole.spark.keras.objects import custom_objects
-from farandole.spark.keras.predict import Predictor
+from farandole.spark.keras.predict import Predictor, call
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
@@ -90,6 +92,52 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         from farandole.spark.keras.persistence import KerasModelReader
 
         return KerasModelReader(cls)
+
+    def to_onnx(
+        self,
+        path: str | os.PathLike[str],
+        rows: DataFrame | None = None,
+        *,
+        opset: int | None = None,
+        tolerance: float = 1e-4,
+    ) -> None:
+        """Writes the model as an ONNX file, which runs without Keras and without Farandole.
+
+        torch's exporter writes it, in a process that loads the model on Keras's torch backend. The number of rows stays
+        open. Inputs are named after their columns (`a_b` for columns that are one array), outputs after those of
+        `transform`. ONNX Runtime then predicts some rows, and the file is kept only if it predicts what the model
+        predicts on its own backend.
+
+        Args:
+            path: of the file, on this host; a model above 1 GiB has its weights in a second file beside it.
+            rows: rows to check with; default: made-up ones.
+            opset: version of ONNX's operators; default: the exporter's.
+            tolerance: most absolute and most relative difference of an output.
+
+        Raises:
+            ImportError: a package is missing; `farandole[torch,onnx]` brings them.
+            ValueError: the model cannot be exported, or the exported one predicts something else.
+        """
+        from farandole.spark.common.model.onnx import exportable, some_rows
+        from farandole.spark.keras.onnx import export
+
+        known = exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
+        model, labels, backend = self.getModel(), self.getLabelColumns(), keras.backend.backend()
+        keys = input_keys(model, self._inputs())
+        arrays = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows), model)
+        export(
+            model,
+            custom_objects(model, self.getCustomObjects()),
+            known,
+            keys,
+            labels,
+            self.getOutputCols(),
+            path,
+            arrays,
+            lambda batch: call(model, argument(batch, keys), labels, backend),
+            opset=opset,
+            tolerance=tolerance,
+        )
 
     def _layers(self) -> list[Layer]:
         return layers(self.getModel())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.spark.common.model.classes import Added
+    from farandole.spark.keras.job import Shape
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -115,6 +116,29 @@ class Predictor:
             _MODELS[key] = payload.unpack(arrived(self.model), known, safe_mode=False, compiled=False)
         return _MODELS[key]
 
+    def inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
+        """The array of each of the model's inputs, rows first.
+
+        Args:
+            batch: whose columns go by number.
+            model: of Keras.
+        """
+        from farandole.spark.keras.arrays import input_arrays
+
+        return input_arrays(*self._values(batch, model), batch.num_rows)
+
+    def _values(self, batch: pa.RecordBatch, model: Any) -> tuple[Shape, dict[str, npt.NDArray[Any]]]:
+        """The model's inputs, and the columns that they are made of."""
+        from farandole.data.columns import Column
+        from farandole.spark.common.model.arrow import features
+        from farandole.spark.keras.arrays import inputs_of
+        from farandole.spark.keras.job import Shape
+
+        names = [name for group in self.groups for name in group]
+        values = features(batch, self.columns, names, self.encoding, fixed=True)
+        columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
+        return Shape(*inputs_of(model, self.groups, columns), None), values
+
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """What the model returns of some rows, (rows, elements) per output.
 
@@ -126,15 +150,9 @@ class Predictor:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
         model = self._load()
 
-        from farandole.data.columns import Column
-        from farandole.spark.common.model.arrow import features
-        from farandole.spark.keras.arrays import flat_outputs, inputs_of, model_inputs, output_keys, told_misfit
-        from farandole.spark.keras.job import Shape
+        from farandole.spark.keras.arrays import flat_outputs, model_inputs, output_keys, told_misfit
 
-        names = [name for group in self.groups for name in group]
-        values = features(batch, self.columns, names, self.encoding, fixed=True)
-        columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
-        shape = Shape(*inputs_of(model, self.groups, columns), None)
+        shape, values = self._values(batch, model)
         parts: list[list[npt.NDArray[Any]]] = []
         for start in range(0, count, self.batch_size):
             some = {name: one[start : start + self.batch_size] for name, one in values.items()}
@@ -147,6 +165,22 @@ class Predictor:
             found = flat_outputs(value, output_keys(value, self.labels), len(self.labels))
             parts.append([_numbers(one) for one in found])
         return [np.concatenate(pieces).reshape(count, -1) for pieces in zip(*parts, strict=True)]
+
+
+def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list[npt.NDArray[Any]]:
+    """A model's outputs, one per label, rows first.
+
+    Args:
+        model: of Keras.
+        argument: as the model takes it.
+        labels: the label columns.
+        backend: on which Keras runs.
+    """
+    from farandole.spark.keras.arrays import flat_outputs, output_keys
+
+    with _no_gradients(backend):
+        value = model(argument, training=False)
+    return [_numbers(one) for one in flat_outputs(value, output_keys(value, labels), len(labels))]
 
 
 def _numbers(output: Any) -> npt.NDArray[Any]:

@@ -17,8 +17,8 @@ from farandole.data.columns import check_sizes
 from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.explained import signature
 from farandole.spark.common.model.outputs import Output
+from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import Part
 from farandole.spark.lightning.job import LightningJob, LightningObjects

@@ -40,6 +40,8 @@ class Input:
     dtype: str = "float32"
     ragged: bool = False
     """Whether batches have other lengths than the one in `shape`."""
+    nested: bool = False
+    """Whether a batch is a nested tensor, whose rows have lengths of their own."""
 
     @property
     def name(self) -> str:

@@ -12,8 +12,8 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.common import check
 from farandole.spark.common.model.base import FarandoleModel
-from farandole.spark.common.model.explained import Layer
-from farandole.spark.common.model.outputs import Output, numbered
+from farandole.spark.common.model.explained import Layer, torch_layers
+from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.job.ahead import sent
@@ -22,16 +22,12 @@ from farandole.spark.torch.predict import Predictor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    import pyarrow as pa
     import torch
     from pyspark.sql import DataFrame
 
     from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter
-
-_CHECKED = 64
-"""Rows that an exported model is checked with."""
 
 
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
@@ -113,12 +109,11 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             ImportError: a package is missing; `farandole[onnx]` brings them.
             ValueError: the model cannot be exported, or the exported one predicts something else.
         """
+        from farandole.spark.common.model.onnx import exportable, some_rows
         from farandole.spark.torch.onnx import export
 
-        known = self.getSignature()
-        if known is None:
-            raise ValueError("to_onnx needs the model's signature, which fit gives to it: setSignature sets it")
-        tensors = None if rows is None else self._tensors(rows)
+        known = exportable(self, self.getOutputCols())
+        tensors = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows))
         export(
             self.getModel(),
             known,
@@ -130,23 +125,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             tolerance=tolerance,
         )
 
-    def _tensors(self, rows: DataFrame) -> list[torch.Tensor]:
-        """The first rows of a DataFrame, as the model takes them."""
-        import pyarrow as pa
-
-        from farandole.spark.job.session import Cluster
-
-        self._check_columns(rows)
-        some = numbered(rows).limit(_CHECKED)
-        packed = some.mapInArrow(_packed, "batch binary")
-        found = Cluster.active().collect(packed, "farandole: rows to check a model with")
-        batches = [batch for row in found for batch in pa.ipc.open_stream(row.batch)]
-        if not batches:
-            raise ValueError("the DataFrame has no row to check the model with")
-        return self._predictor(rows).inputs(pa.Table.from_batches(batches).combine_chunks().to_batches()[0])
-
     def _layers(self) -> list[Layer]:
-        return layers(self.getModel())
+        return torch_layers(self.getModel())
 
     def _prediction_fn(self) -> Callable[..., Any] | None:
         return None
@@ -165,40 +145,3 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             encoding=self._encoding(),
             function=self._prediction_fn(),
         )
-
-
-def layers(module: torch.nn.Module) -> list[Layer]:
-    """The layers of a module: those that hold parameters of their own, and those that hold no other layer.
-
-    Args:
-        module: of any kind. A parameter that two layers share counts where it comes first.
-    """
-    made: list[Layer] = []
-    seen: set[int] = set()
-    for name, one in module.named_modules():
-        own = [each for each in one.parameters(recurse=False) if id(each) not in seen]
-        seen |= {id(each) for each in own}
-        if not own and next(one.children(), None) is not None:
-            continue
-        made.append(
-            Layer(
-                name=name or type(one).__name__,
-                kind=type(one).__name__,
-                form=one.extra_repr().replace("\n", " "),
-                parameters=sum(each.numel() for each in own),
-                trained=sum(each.numel() for each in own if each.requires_grad),
-                size=sum(each.numel() * each.element_size() for each in own),
-            )
-        )
-    return made
-
-
-def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Each batch as bytes: Spark's own rows would make Python objects of vectors."""
-    import pyarrow as pa
-
-    for batch in batches:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as stream:
-            stream.write_batch(batch)
-        yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["batch"])

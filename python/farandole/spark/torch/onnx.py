@@ -2,34 +2,31 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A fitted model as an ONNX file, by torch's own exporter, and the proof that both predict the same."""
 
-# ruff: noqa: PLC0415 - the packages are loaded when they are asked for
-
 from __future__ import annotations
 
-import importlib.util
 import logging
-import tempfile
 import warnings
 from copy import deepcopy
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farandole.spark.common.model.onnx import batch_of, check, first_line, names_of, placed
 from farandole.spark.torch.tensors import outputs_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+    Array = npt.NDArray[Any]
+
 _ROWS = 3
 """Rows of the batch that is traced; the check takes more."""
-_MORE_ROWS = 8
-_LENGTH = 5
-"""Of lists, in a made-up batch of a ragged input."""
+_MOST = 1 << 30
+"""Bytes of weights in one file, which holds 2 GiB."""
 
 
 def export(
@@ -56,25 +53,17 @@ def export(
         tolerance: most absolute and most relative difference of an output.
 
     Raises:
-        ImportError: a package is missing; the message says which extra brings it.
         ValueError: the model cannot be exported, or the exported one predicts something else.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f'to_onnx needs the packages {", ".join(_PACKAGES)}: pip install "farandole[onnx]"', name=missing[0]
-        )
     traced = _Model(deepcopy(model).cpu(), function, len(outputs)).eval()
-    names = ["_".join(one["columns"]) for one in signature]
-    _refuse(names, outputs, signature)
-    batch = tuple(_batch(one, _ROWS, _LENGTH) for one in signature)
-    target = Path(path)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-        made = Path(folder) / target.name
-        _export(traced, batch, signature, names, outputs, made, opset)
-        _check(traced, signature, names, rows, made, tolerance)
-        for part in sorted(Path(folder).iterdir(), key=lambda one: one == made):
-            part.replace(target.parent / part.name)  # the file itself comes last, weights beside it first
+
+    def predict(batch: Sequence[Array]) -> list[Array]:
+        with torch.inference_mode():
+            return [one.numpy() for one in traced(*map(torch.from_numpy, batch))]
+
+    with placed(path) as made:
+        write(traced, signature, outputs, made, opset, name=type(model).__name__)
+        check(made, signature, None if rows is None else [one.numpy() for one in rows], predict, tolerance)
 
 
 class _Model(torch.nn.Module):
@@ -89,15 +78,29 @@ class _Model(torch.nn.Module):
         return tuple(one.float() for one in outputs_of(value, self._outputs))
 
 
-def _export(
-    model: _Model,
-    batch: tuple[torch.Tensor, ...],
+def write(
+    model: torch.nn.Module,
     signature: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
     outputs: Sequence[str],
     path: Path,
     opset: int | None,
+    *,
+    name: str,
 ) -> None:
+    """Has torch's exporter write a file, in which the number of rows stays open.
+
+    Args:
+        model: takes the inputs as arguments and returns a tuple of outputs.
+        signature: its inputs.
+        outputs: names of its outputs.
+        path: of the file.
+        opset: version of ONNX's operators; default: the exporter's.
+        name: of the model, for messages.
+
+    Raises:
+        ValueError: the model cannot be exported.
+    """
+    batch = tuple(torch.from_numpy(batch_of(one, _ROWS)) for one in signature)
     rows = torch.export.Dim("rows")
     # Lengths of ragged inputs have no name in common: the exporter finds out which of them the model needs to be equal.
     shapes = tuple({0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {}) for one in signature)
@@ -114,99 +117,16 @@ def _export(
                 str(path),
                 dynamo=True,
                 dynamic_shapes=(shapes,),
-                input_names=list(names),
+                input_names=names_of(signature),
                 output_names=list(outputs),
-                external_data=_size(model) > 1 << 30,  # one file holds 2 GiB
+                external_data=_size(model) > _MOST,
                 verbose=False,
                 **options,
             )
     except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise ValueError(
-            f"torch cannot export {type(model.model).__name__} to ONNX: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        raise ValueError(f"torch cannot export {name} to ONNX: {first_line(error)}") from error
     finally:
         quiet.setLevel(level)
-
-
-def _refuse(names: Sequence[str], outputs: Sequence[str], signature: Sequence[Mapping[str, Any]]) -> None:
-    """Raises for what ONNX or its runtime does not have."""
-    every = [*names, *outputs]
-    twice = sorted({name for name in every if every.count(name) > 1})
-    if twice:
-        raise ValueError(f"inputs and outputs of an ONNX model need different names: {', '.join(twice)}")
-    for name, one in zip(names, signature, strict=True):
-        if one["dtype"] == "bfloat16":
-            raise ValueError(f"ONNX Runtime takes no bfloat16 input: {name}")
-
-
-def _check(
-    model: _Model,
-    signature: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    rows: Sequence[torch.Tensor] | None,
-    path: Path,
-    tolerance: float,
-) -> None:
-    try:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        taken = {one.name: one.shape for one in session.get_inputs()}  # without inputs that the model ignores
-        batch = _made_up(signature, names, taken) if rows is None else tuple(rows)
-        for part in (batch, tuple(one[:1] for one in batch)):
-            given = {name: one.numpy() for name, one in zip(names, part, strict=True) if name in taken}
-            found = cast("list[npt.NDArray[Any]]", session.run(None, given))
-            with torch.inference_mode():
-                wanted: list[npt.NDArray[Any]] = [one.numpy() for one in model(*part)]
-            for output, mine, its in zip(session.get_outputs(), wanted, found, strict=True):
-                _compare(output.name, mine, its, tolerance)
-    except _DiffersError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise ValueError(f"ONNX Runtime cannot run the exported model: {reason[0] if reason else error!r}") from error
-
-
-class _DiffersError(ValueError):
-    """The exported model predicts something else."""
-
-
-def _compare(name: str, mine: npt.NDArray[Any], its: npt.NDArray[Any], tolerance: float) -> None:
-    import numpy as np
-
-    if mine.shape != its.shape:
-        raise _DiffersError(
-            f"the ONNX model gives another shape for {name}: {list(its.shape)}, torch {list(mine.shape)}"
-        )
-    if not np.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
-        worst = float(np.nanmax(np.abs(mine.astype("float64") - its.astype("float64"))))
-        raise _DiffersError(
-            f"the ONNX model does not predict what the model predicts: {name} differs by up to {worst:.3g}, tolerance "
-            f"{tolerance:g}; nothing was written"
-        )
-
-
-def _made_up(
-    signature: Sequence[Mapping[str, Any]], names: Sequence[str], taken: Mapping[str, Sequence[Any]]
-) -> tuple[torch.Tensor, ...]:
-    """Another number of rows than was traced, and a length of its own for each length that may differ from others."""
-    symbols: list[Any] = []
-    batch: list[torch.Tensor] = []
-    for name, one in zip(names, signature, strict=True):
-        symbol = taken[name][1] if one.get("ragged") and name in taken else name
-        if symbol not in symbols:
-            symbols.append(symbol)
-        batch.append(_batch(one, _MORE_ROWS, _LENGTH + 2 * (1 + symbols.index(symbol))))
-    return tuple(batch)
-
-
-def _batch(one: Mapping[str, Any], rows: int, length: int) -> torch.Tensor:
-    """Made-up values: of integers 0 and 1, which are indices of any table."""
-    lengths = [length] if one.get("ragged") else list(one["shape"][1:])
-    dtype = getattr(torch, one["dtype"])
-    made = torch.rand([rows, *lengths], generator=torch.Generator().manual_seed(rows))
-    return (made * 2).to(dtype) if not dtype.is_floating_point else made.to(dtype)
 
 
 def _size(model: torch.nn.Module) -> int:

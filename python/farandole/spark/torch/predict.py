@@ -131,17 +131,20 @@ class Predictor:
         Args:
             batch: whose columns go by number.
         """
+        columns = self._columns(batch)
+        return [self._input(columns, index) for index in range(len(self.features))]
+
+    def _columns(self, batch: pa.RecordBatch) -> dict[str, torch.Tensor]:
         import torch
 
         from farandole.spark.common.model.arrow import features
 
         names = [name for group in self.features for name in group]
-        columns = {
+        return {
             # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
             name: torch.from_numpy(np.require(values, requirements=("C", "W")))
             for name, values in features(batch, self.columns, names, self.encoding).items()
         }
-        return [self._input(columns, index) for index in range(len(self.features))]
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """What the model returns of some rows, (rows, elements) per output.
@@ -155,12 +158,13 @@ class Predictor:
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
-        model, inputs = self._load(), self.inputs(batch)
+        model, columns = self._load(), self._columns(batch)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
-        with torch.inference_mode():
-            for start in range(0, batch.num_rows, self.batch_size):
-                some = [tensor[start : start + self.batch_size].to(device) for tensor in inputs]
+        for start in range(0, batch.num_rows, self.batch_size):
+            part = {name: values[start : start + self.batch_size] for name, values in columns.items()}
+            some = [self._input(part, index).to(device) for index in range(len(self.features))]
+            with torch.inference_mode():
                 try:
                     value = model(*some) if self.function is None else self.function(model, *some)
                 except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
@@ -181,5 +185,6 @@ class Predictor:
         count = len(columns[names[0]])
         size = sum(columns[name][0].numel() for name in names)
         shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
-        one = Input(names, (-1, *shape), "float32" if self.dtypes is None else self.dtypes[index])
+        nested = names[0] in self.encoding.ragged and self.encoding.ragged[names[0]].nested
+        one = Input(names, (-1, *shape), "float32" if self.dtypes is None else self.dtypes[index], nested=nested)
         return input_tensor(columns, one, count, torch.device("cpu"))

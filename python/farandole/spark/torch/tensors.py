@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.data.columns import row_shape
+from farandole.data.ragged import lengths_of
 from farandole.spark.torch.job import Input
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def inputs_of(
             raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
         indices = all(name in categories or (name in lists and "int" in columns[name].dtype) for name in group)
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
-        made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists)))
+        nested = prepared is not None and any(prepared.ragged[name].nested for name in lists)
+        made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested))
     return tuple(made)
 
 
@@ -90,11 +92,23 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
         device: where the tensor is wanted.
     """
     dtype = getattr(torch, one.dtype)
+    if one.nested:
+        return _nested(columns, one.columns[0], rows, dtype, device)
     if len(one.columns) == 1:
         tensor = sent(columns[one.columns[0]][:rows], dtype, device)
         return tensor if one.ragged else tensor.reshape(one.shape)
     parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
     return sent(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
+
+
+def _nested(
+    columns: Mapping[str, torch.Tensor], name: str, rows: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A nested tensor of the jagged layout, made of padded rows and their lengths."""
+    padded, lengths = columns[name][:rows], columns[lengths_of(name)][:rows]
+    values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(sent(values, dtype, device), sent(offsets, torch.int64, device))
 
 
 def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
@@ -195,7 +209,7 @@ def told_mapping(
         outputs: what the model made of some rows.
         losses: one per label.
     """
-    parts = [f"{one.name} -> {one.dtype} {_shown(one.shape)}" for one in inputs]
+    parts = [f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_shown(one.shape)}" for one in inputs]
     ends = [
         f"{_shown((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by {_name(loss)}"
         for label, output, loss in zip(labels, outputs, losses, strict=True)

@@ -58,7 +58,7 @@ def encoded(
 
         def copy(url: str, wish: Wish) -> Prepared:
             spec = spec_of(sides, 0, dict(wish.fill), allow_nan=allow_nan)
-            return held.enter_context(prepare(open_source(url, format=_format(url)), store, sides, spec, "fit", wish))
+            return held.enter_context(prepare(open_source(url, format=format_of(url)), store, sides, spec, "fit", wish))
 
         train = copy(url, wish)
         val = None
@@ -68,5 +68,10 @@ def encoded(
         yield replace(train, val_url=None if val is None else val.train_url, val_rows=rows)
 
 
-def _format(url: str) -> str | None:
+def format_of(url: str) -> str | None:
+    """The format of files that nobody has prepared; `None` if the place says it itself.
+
+    Args:
+        url: of the place.
+    """
     return None if NativeStore(url).exists("_delta_log") else "parquet"

@@ -23,6 +23,7 @@ import numpy as np
 from farandole._native.reader import Dataset, Reader
 from farandole.data.arrays import TEXTS, objects
 from farandole.data.memory import directory_for
+from farandole.data.ragged import lengths_of
 from farandole.stores.visibility import seen
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class Source:
                 cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
             )
         self._ragged = dict(ragged or {})
+        self._nested = [name for name in columns if name in self._ragged and self._ragged[name].nested]
+        if self._nested and transformation is not None:
+            raise ValueError(f"a transformation_fn takes no nested columns: {', '.join(self._nested)}")
         self._fixed = fixed or (in_memory and not moves)
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
         if texts and transformation is None:
@@ -266,6 +270,8 @@ class Source:
     def _rows(self, batch: Batch) -> Rows:
         count = max(self._least, batch.valid_rows)
         arrays = {name: self._array(batch, name)[:count] for name in self._names}
+        for name in self._nested:
+            arrays[lengths_of(name)] = self._ragged[name].lengths(batch, name)[:count]
         if self._transformation is not None:
             arrays = self._transformation(arrays)
         return Rows(arrays, count, batch.valid_rows)

@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from farandole.data.ragged import lengths_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -61,7 +63,7 @@ def fill_of(fill: Any, name: str) -> Fill | None:
 def features(
     batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding, *, fixed: bool = False
 ) -> dict[str, npt.NDArray[Any]]:
-    """Columns as arrays by name, as they were in training.
+    """Columns as arrays by name, as they were in training; of nested columns padded rows and, beside them, lengths.
 
     Args:
         batch: whose columns go by number.
@@ -81,7 +83,10 @@ def features(
         column = encoding.column(name, places, lambda source: batch.column(places[source]))
         return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
 
-    return {name: one(name) for name in names}
+    found = {name: one(name) for name in names}
+    nested = [name for name in found if name in encoding.ragged and encoding.ragged[name].nested]
+    lengths = {name: encoding.ragged[name].lengths_of_arrow(batch.column(places[name])) for name in nested}
+    return found | {lengths_of(name): counts for name, counts in lengths.items()}
 
 
 def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:

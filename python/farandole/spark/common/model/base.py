@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+    from farandole.data.statistics import Drift
     from farandole.runner.show.history import Entry
     from farandole.spark.common.model.evaluation import ClassSums, Evaluation, ValueSums
     from farandole.spark.common.model.explained import Layer
@@ -143,6 +144,32 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return importances(found or {None: start}, names, metric)
+
+    def drift(self, df: Any, **reading: Any) -> dict[str, Drift]:
+        """How the columns of other rows differ from the rows that the model was trained with.
+
+        Args:
+            df: a DataFrame, whose rows the executors count, or another source of `farandole.data.prepare_data`.
+            reading: `format`, `types` and `options`, as for `prepare_data`.
+
+        Returns:
+            By column, the largest drift first: features, and labels that `df` has.
+
+        Raises:
+            ValueError: the model carries no statistics, or a feature is missing or has another kind of values.
+        """
+        from farandole.data.encoding import sources_of
+        from farandole.data.statistics import Statistics
+
+        known = self.getStatistics()
+        if known is None:
+            raise ValueError(
+                "drift needs the statistics of the training data: fit with statistics=True, or pass it to prepare_data"
+            )
+        labels = self.getLabelColumns() or []
+        columns = sources_of([*(name for group in self._inputs() for name in group), *labels], known.columns)
+        own = Statistics({name: known[name] for name in columns if name in known.columns})
+        return own.drift(df, optional=labels, **reading)
 
     def explain(self) -> str:
         """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.

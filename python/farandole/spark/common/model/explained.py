@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from farandole.spark.common.model.outputs import Output
 
@@ -32,17 +32,30 @@ class Layer:
     """Bytes of the parameters."""
 
 
-def signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
-    """The inputs of a model as plain values, for its parameter `signature`.
+def torch_layers(module: Any) -> list[Layer]:
+    """The layers of a module of torch: those that hold parameters of their own, and those that hold no other layer.
 
     Args:
-        inputs: with `columns`, `shape` (-1 for the rows) and `dtype`.
+        module: of any kind. A parameter that two layers share counts where it comes first.
     """
-    return [
-        {"columns": list(one.columns), "shape": list(one.shape), "dtype": one.dtype}
-        | ({"ragged": True} if getattr(one, "ragged", False) else {})
-        for one in inputs
-    ]
+    made: list[Layer] = []
+    seen: set[int] = set()
+    for name, one in module.named_modules():
+        own = [each for each in one.parameters(recurse=False) if id(each) not in seen]
+        seen |= {id(each) for each in own}
+        if not own and next(one.children(), None) is not None:
+            continue
+        made.append(
+            Layer(
+                name=name or type(one).__name__,
+                kind=type(one).__name__,
+                form=one.extra_repr().replace("\n", " "),
+                parameters=sum(each.numel() for each in own),
+                trained=sum(each.numel() for each in own if each.requires_grad),
+                size=sum(each.numel() * each.element_size() for each in own),
+            )
+        )
+    return made
 
 
 def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str, Sequence[Any]]) -> list[str]:
