@@ -101,10 +101,9 @@ def check_logged(mlflow, dtype, width):
     assert run.info.status == "FINISHED"
     (logged,) = client.search_logged_models([run.info.experiment_id])
     signature = mlflow.models.get_model_info(logged.model_uri).signature
-    (given,) = signature.inputs.to_dict()
-    assert given["tensor-spec"] == {"dtype": dtype, "shape": [-1, width]}
-    (made,) = signature.outputs.to_dict()
-    assert made["tensor-spec"] == {"dtype": "float32", "shape": [-1, 1]}
+    (given,), (made,) = signature.inputs.inputs, signature.outputs.inputs
+    assert (given.type, tuple(given.shape)) == (dtype, (-1, width))
+    assert (made.type, tuple(made.shape)) == ("float32", (-1, 1))
     loaded = mlflow.pyfunc.load_model(logged.model_uri)
     return loaded.predict(loaded.input_example)
 
