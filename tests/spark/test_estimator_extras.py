@@ -82,11 +82,84 @@ def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, t
     assert torch.equal(model.weight, fitted.getModel().weight)
 
 
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """MLflow itself with files of its own."""
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    mlflow.set_experiment("farandole")
+    return mlflow
+
+
+def check_logged(mlflow, dtype, width):
+    """The only logged model has a signature and an example, from which it predicts; what it predicts."""
+    client = mlflow.MlflowClient()
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.info.status == "FINISHED"
+    (logged,) = client.search_logged_models([run.info.experiment_id])
+    signature = mlflow.models.get_model_info(logged.model_uri).signature
+    (given,), (made,) = signature.inputs.inputs, signature.outputs.inputs
+    assert (given.type, tuple(given.shape)) == (dtype, (-1, width))
+    assert (made.type, tuple(made.shape)) == ("float32", (-1, 1))
+    loaded = mlflow.pyfunc.load_model(logged.model_uri)
+    return loaded.predict(loaded.input_example)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["a plain module", "a LightningModule"])
+def test_mlflow_has_the_signature_of_a_model_of_lightning(data, mlflow, plain):
+    import lightning
+
+    from farandole.spark.lightning import TorchEstimator as LightningEstimator
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def training_step(self, batch, _index):
+            return torch.nn.functional.mse_loss(self(batch["x"])[:, 0], batch["y"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    model = linear() if plain else Module()
+    more = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "loss": torch.nn.MSELoss()} if plain else {}
+    LightningEstimator(
+        model=model, feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1, verbose=0, mlflow=True,
+        store=LocalStore(str(data)), backend=LocalBackend(1, verbose=0), **more,
+    ).fit_on_parquet()  # fmt: skip
+    assert check_logged(mlflow, "float32", 2).shape == (2, 1)
+
+
+def test_mlflow_has_the_signature_of_a_model_of_keras(data, mlflow):
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    KerasEstimator(
+        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), optimizer=keras.optimizers.SGD(0.05),
+        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1, verbose=0,
+        mlflow=True, tensorboard=True, run_id="r", store=LocalStore(str(data)), backend=LocalBackend(1, verbose=0),
+    ).fit_on_parquet()  # fmt: skip
+    assert check_logged(mlflow, "float32", 2).shape == (2, 1)
+    assert b"Total params" in (data / "runs/r/logs/events.out.tfevents.details").read_bytes()
+
+
 def test_tensorboard_itself_reads_the_scalars_of_a_run(data):
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fitted = fit(data, linear(), epochs=3, run_id="r")
-    found = board.EventAccumulator(str(data / "runs" / "r" / "logs"))
+    backend = LocalBackend(1, verbose=0)  # which reports
+    fitted = fit(data, linear(), epochs=3, run_id="r", tensorboard=True, batch_size=1, backend=backend)
+    logs = data / "runs" / "r" / "logs"
+    assert board.EventAccumulator(str(logs / "steps")).Reload().Tensors("step/loss")
+    found = board.EventAccumulator(str(logs))
     found.Reload()
+    assert {"model", "_hparams_/session_start_info"} <= set(found.Tags()["tensors"])
     losses = [(one.step, one.value) for one in found.Scalars("train/loss")]
     assert losses == [
         (entry["epoch"] + 1, pytest.approx(entry["train"]["loss"], rel=1e-6)) for entry in fitted.getHistory()

@@ -25,7 +25,16 @@ COUNTS = (
     "validation_steps_per_epoch", "backward_passes_per_step", "train_reader_num_workers", "val_reader_num_workers",
     "max_restarts",
 )  # fmt: skip
-FLAGS = ("shuffle", "use_gpu", "compress_sparse_cols", "allow_nan", "inmemory_cache_all", "mlflow", "wandb")
+FLAGS = (
+    "shuffle",
+    "use_gpu",
+    "compress_sparse_cols",
+    "allow_nan",
+    "inmemory_cache_all",
+    "mlflow",
+    "wandb",
+    "tensorboard",
+)
 NAMED = (
     "predictionCol", "rawPredictionCol", "probabilityCol", "predictedLabelCol", "labelIndexCol",
     "validation_stratify", "validation_group", "validation_time",
@@ -123,8 +132,8 @@ SET = {
     "use_gpu": True, "backward_passes_per_step": 1, "callbacks": [], "compress_sparse_cols": False, "allow_nan": False,
     "train_reader_num_workers": 2, "val_reader_num_workers": 2, "reader_pool_type": "thread",
     "inmemory_cache_all": False, "tensorflow_dataset_prefetch_buffer_size": 0, "on_failure": "raise",
-    "max_restarts": 3, "mlflow": False, "wandb": False, "resume": "auto", "terminate_on_nan": True,
-    "statistics": False,
+    "max_restarts": 3, "mlflow": False, "wandb": False, "tensorboard": False, "resume": "auto",
+    "terminate_on_nan": True, "statistics": False,
     "categories": {}, "ragged": {},
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(

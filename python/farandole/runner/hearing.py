@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner import timelines
+from farandole.runner import reports, timelines
 from farandole.runner.watcher import RANK
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def record(
     watcher: Watcher,
     on_progress: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> None:
-    """Hands over a record of a worker or of its agent.
+    """Hands over a record of a worker or of its agent. A malformed one is left out, with a warning.
 
     Args:
         who: Its task, and its rank where it has one.
@@ -89,12 +88,18 @@ def record(
         on_progress: Called with (rank, record) for progress.
     """
     task, rank = who
-    if kind == RANK:
-        watcher.said(task, json.loads(data))
-    elif kind == PROGRESS:
-        told = json.loads(data)
-        watcher.record(told)
-        if on_progress is not None:
-            on_progress(rank or 0, told)
-    elif kind == timelines.KIND:
+    if kind == timelines.KIND:
         timelines.take(task, data)
+    if kind not in (RANK, PROGRESS):
+        return
+    try:
+        told = reports.parsed(data)
+    except reports.MalformedError as error:
+        reports.warn(f"task {task}" if rank is None else f"rank {rank}", error)
+        return
+    if kind == RANK:
+        watcher.said(task, told)
+        return
+    watcher.record(told)
+    if on_progress is not None:
+        on_progress(rank or 0, told)

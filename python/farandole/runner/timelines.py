@@ -23,6 +23,9 @@ KIND: Final = "timeline"
 NAME: Final = "timeline.json"
 """Name of the trace in the directory of a run, where the run viewer finds it."""
 
+_NOTHING: Final = b'{"offset":0,"size":0}\n'
+"""A piece that replaces a timeline by none."""
+
 _LOG = logging.getLogger("farandole")
 _CURRENT: ContextVar[Gathering | None] = ContextVar("farandole_timeline", default=None)
 
@@ -49,14 +52,17 @@ class Gathering:
         self._path = path
         self._new = ui.Timelines
         self._pieces = ui.Timelines()
-        self._begun = False
+        self._is_begun = False
+        self._started: dict[tuple[int, int], tuple[int, int]] = {}
+        """When the timeline of a rank in a world started, and its task."""
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
-        self._begun, self._pieces, self._came = True, self._new(), False
+        self._is_begun, self._pieces, self._came = True, self._new(), False
+        self._started = {}
 
     def take(self, task: int, piece: bytes) -> None:
         """Takes a piece; an error is one line in the log and never fails a job.
@@ -67,9 +73,37 @@ class Gathering:
         """
         self._came = True
         try:
-            self._pieces.take(task, piece)
+            left_out = self._earlier(task, piece)
+            if left_out != task:
+                self._pieces.take(task, piece)
+            if left_out is not None:
+                self._pieces.take(left_out, _NOTHING)
         except OSError as error:
             _LOG.warning("a piece of a timeline is lost: %s", error)
+
+    def _earlier(self, task: int, piece: bytes) -> int | None:
+        """The task whose timeline is left out because another one of its rank and world has started later.
+
+        Spark may start a stage again after it has lost an executor. Ranks then have other tasks, and a task of before
+        may have sent its timeline.
+        """
+        title = _title(piece)
+        if title is None:
+            return None
+        place, start = title
+        # Its file of before is replaced, whatever rank that was of.
+        self._started = {known: begun for known, begun in self._started.items() if begun[1] != task}
+        if place not in self._started:
+            self._started[place] = (start, task)
+            return None
+        (_, early), late = sorted((self._started[place], (start, task)))
+        self._started[place] = late
+        rank, world = place
+        _LOG.warning(
+            "tasks %d and %d have sent timelines of rank %d in world %d: that of task %d began earlier and is left out",
+            early, late[1], rank, world, early,
+        )  # fmt: skip
+        return early
 
     def keep(self, write: Callable[[str, bytes], object]) -> None:
         """Writes the trace into the directory of a run, if it belongs there.
@@ -96,7 +130,7 @@ class Gathering:
         if not self._came:
             if self._made and self._path is not None:
                 self._path.unlink(missing_ok=True)  # it is empty
-            if not self._begun:
+            if not self._is_begun:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:
@@ -111,6 +145,18 @@ class Gathering:
             return [f"the timelines of the ranks could not be merged: {error}"]
         self.summary = json.loads(summary)
         return lines
+
+
+def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
+    """The rank and the world of a timeline, and when it started, if this is its first piece."""
+    try:
+        head, begin, record = piece.split(b"\n", 3)[:3]
+        if json.loads(head)["offset"] != 0 or begin != b"[":
+            return None
+        told = json.loads(record.removesuffix(b","))["args"]
+        return (int(told["rank"]), int(told["generation"])), int(told["start_time_since_epoch_in_micros"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None  # what it is, is for the merge to say
 
 
 @contextlib.contextmanager

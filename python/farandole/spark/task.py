@@ -148,7 +148,8 @@ def report(record: Mapping[str, Any]) -> bool:
     It never blocks training: when the connection is slow the oldest waiting records are dropped.
 
     Args:
-        record: Anything `json` can write, at most 1 MiB.
+        record: An object that `json` can write, at most 1 MiB. Curves are drawn of the kinds `step` and `epoch`, so the
+            driver leaves out such a record with a warning if it has another form than `farandole.runner.reports` says.
 
     Returns:
         Whether there is a driver to report to.

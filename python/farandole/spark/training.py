@@ -168,8 +168,7 @@ class Training(Watcher):
         """
         if not self._all:
             return
-        with contextlib.suppress(Exception):  # as in `record`
-            self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
+        self._said.setdefault(task, {}).update({name: finite(value) for name, value in record.items()})
         now = time.monotonic()
         if now - self._ranks_at >= _RANKS_EVERY:
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
@@ -178,14 +177,10 @@ class Training(Watcher):
         """A report of an estimator's training function.
 
         Args:
-            record: As `farandole.spark.common.progress` describes it.
+            record: As `farandole.runner.reports` describes it, and has checked it.
         """
         if not self._all:
             return
-        with contextlib.suppress(Exception):  # a function may report anything
-            self._take(record)
-
-    def _take(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")
         if kind == "step":
             now = time.monotonic()

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from farandole._native import ui as native
 
-__all__ = ["PAGE", "Viewer", "show"]
+__all__ = ["PAGE", "Viewer", "proxied", "show"]
 
 PAGE: Final = Path(__file__).parent
 """Directory with the page's script and style, which `make` builds."""
@@ -62,8 +62,7 @@ class Viewer:
     @property
     def link(self) -> str:
         """The link as a notebook's browser opens it: by the proxy of JupyterHub or Databricks where there is one."""
-        prefix = _prefix(self._server.port)
-        return self.url if prefix is None else f"{prefix}{self._server.path.lstrip('/')}{self._place}"
+        return proxied(self._server.port, self._server.path) + self._place
 
     @property
     def _place(self) -> str:
@@ -120,6 +119,17 @@ def _runs_of(store: Any) -> str:
         path = os.fspath(store)
         return str(path) if "://" in str(path) or str(path).startswith("dbfs:") else str(Path(path).absolute())
     return store.get_runs_path()
+
+
+def proxied(port: int, path: str) -> str:
+    """The URL of a path of a server on loopback, as a notebook's browser opens it.
+
+    Args:
+        port: Of the server.
+        path: It begins with `/`.
+    """
+    prefix = _prefix(port)
+    return f"http://127.0.0.1:{port}{path}" if prefix is None else f"{prefix}{path.lstrip('/')}"
 
 
 def _prefix(port: int) -> str | None:

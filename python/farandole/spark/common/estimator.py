@@ -27,11 +27,13 @@ from farandole.data.sides import split_of
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import Backend, SparkBackend
+from farandole.spark.common.board import TensorboardTracker
 from farandole.spark.common.classes import ClassParams
 from farandole.spark.common.columns import Roles, check_present, check_types
 from farandole.spark.common.copies import encoded
 from farandole.spark.common.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.finite import NotFiniteError
+from farandole.spark.common.halting import Stop
 from farandole.spark.common.journal import recorded
 from farandole.spark.common.model import FarandoleModel, check_columns, check_form
 from farandole.spark.common.params import EstimatorParams
@@ -238,8 +240,8 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         both = sorted(set(self._roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
-        if self.getOnFailure() == "restart" and not self._store().saving_runs():
-            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
+        if not self._store().saving_runs():
+            self._check_without_runs()
         fill = self.getFill()
         unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
         if unused:
@@ -255,6 +257,13 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(f"loss_weights needs one number per label column {len(self.getLabelCols())}: {weights}")
+
+    def _check_without_runs(self) -> None:
+        """Refuses what needs a store that saves runs."""
+        if self.getOnFailure() == "restart":
+            raise ValueError("on_failure='restart' continues from a checkpoint, so the store must save runs")
+        if self.getTensorboard():
+            raise ValueError("tensorboard=True writes into the directory of the run, so the store must save runs")
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
         raise NotImplementedError
@@ -282,10 +291,11 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             shown.report(record)
             if tracker is not None:
                 tracker.report(record)
+            if stop is not None and stop.is_news():
+                shown.message("stopping, as asked for in the notebook")
+                run.event("stop", "asked for in the notebook")
 
         more: dict[str, Any] = {}
-        if env := self._environment():
-            more["env"] = env
         # A backend of the user's may have Horovod's `run`, which knows of no progress.
         told = inspect.signature(backend.run).parameters.values()
         if any(one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told):
@@ -294,7 +304,11 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
         with (
             recorded(self, job) as journal,
             telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+            contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
+            shown.offering(request) as stop,
         ):
+            if env := self._environment() | ({} if stop is None else stop.variables()):
+                more["env"] = env
             while True:
                 try:
                     return backend.run(train, args=(job,), **more)
@@ -355,7 +369,7 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             yield
 
     def _tracked(self, run_id: str, prepared: Prepared) -> Tracker:
-        """The trackers of the run: MLflow and Weights & Biases, if requested.
+        """The trackers of the run: MLflow, Weights & Biases and TensorBoard, if requested.
 
         Args:
             run_id: name of the run.
@@ -369,6 +383,8 @@ class FarandoleEstimator(EstimatorParams, ClassParams, Estimator[Any]):
             trackers.append(MlflowTracker(run_id, self._plain(), data))
         if self.getWandb():
             trackers.append(WandbTracker(run_id, self._plain()))
+        if self.getTensorboard():
+            trackers.append(TensorboardTracker(self._store().to_remote(run_id, prepared.index), self._plain()))
         return Trackers(trackers)
 
     def _plain(self) -> dict[str, Any]:

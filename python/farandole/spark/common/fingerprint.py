@@ -46,7 +46,7 @@ ELSEWHERE = frozenset(
         "resume", "use_gpu", "num_gpus", "continuous_cols", "categorical_cols", "compress_sparse_cols", "allow_nan",
         "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers", "reader_pool_type",
         "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size", "on_failure",
-        "max_restarts", "mlflow", "wandb", "checkpoint_every", "compile", "logger", "log_every_n_steps",
+        "max_restarts", "mlflow", "wandb", "tensorboard", "checkpoint_every", "compile", "logger", "log_every_n_steps",
         "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
         "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
         "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",

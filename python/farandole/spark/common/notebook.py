@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,10 @@ from farandole.spark.common.chart import Chart
 from farandole.spark.common.progress import Progress, scores
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
+
+    from farandole.spark.common.halting import Stop
 
 _REDRAW_SECONDS = 0.5
 _LINES = 20
@@ -42,6 +46,14 @@ class Notebook(Progress):
         """As `Progress.message`."""
         self._lines.append(text)
         self._draw(now=True)
+
+    @contextlib.contextmanager
+    def offering(self, stop: Stop) -> Iterator[Stop]:
+        """As `Progress.offering`. The button is an output of its own, which is not drawn again during a click."""
+        from farandole.spark.common.stop_button import button
+
+        with button(stop):
+            yield stop
 
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""

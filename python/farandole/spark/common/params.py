@@ -193,6 +193,9 @@ class EstimatorParams(Params):
     statistics = declare("statistics", "whether the model carries statistics of the rows", check.flag("statistics"))
     mlflow = declare("mlflow", "whether the run is logged to MLflow", check.flag("mlflow"))
     wandb = declare("wandb", "whether the run is logged to Weights & Biases", check.flag("wandb"))
+    tensorboard = declare(
+        "tensorboard", "whether parameters, steps and the model are logged for TensorBoard", check.flag("tensorboard")
+    )
 
     setNumProc, getNumProc = accessors("num_proc")
     setModel, getModel = accessors("model")
@@ -254,6 +257,7 @@ class EstimatorParams(Params):
     setStatistics, getStatistics = accessors("statistics")
     setMlflow, getMlflow = accessors("mlflow")
     setWandb, getWandb = accessors("wandb")
+    setTensorboard, getTensorboard = accessors("tensorboard")
 
     def __init__(self) -> None:
         """Gives every parameter its default."""
@@ -294,6 +298,7 @@ class EstimatorParams(Params):
             statistics=False,
             mlflow=False,
             wandb=False,
+            tensorboard=False,
         )  # fmt: skip
 
     def setParams(self, **params: Any) -> Self:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.spark.common.history import flat
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from farandole.spark.common.halting import Stop
 
 _QUIET_SECONDS = 10.0
 _HIDDEN = ("epoch", "seconds", "rows")
@@ -44,6 +46,15 @@ class Progress(AbstractContextManager["Progress"]):
 
     def epoch(self, report: dict[str, Any]) -> None:
         """An epoch is done."""
+
+    def offering(self, stop: Stop) -> AbstractContextManager[Stop | None]:
+        """Offers a button that stops the fit while it runs inside; yields `None` where there is none.
+
+        Args:
+            stop: Stops the fit.
+        """
+        del stop
+        return nullcontext()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

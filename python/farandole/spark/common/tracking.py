@@ -2,13 +2,18 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Logs a run to other services: parameters, losses and metrics of each epoch, and the final model."""
 
-# ruff: noqa: PLC0415 - MLflow and wandb are loaded when they are asked for
+# ruff: noqa: PLC0415 - MLflow is loaded when it is asked for
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
+from abc import abstractmethod
 from contextlib import AbstractContextManager, ExitStack
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from farandole.spark.common.history import flat
@@ -90,35 +95,82 @@ class Trackers(Tracker):
         self._open.__exit__(kind, error, traceback)
 
 
-class WandbTracker(Tracker):
-    """Logs to Weights & Biases: into the run that is active, or one of its own.
+class _Service(Tracker):
+    """Logs to a service by its library: into the run that is active, or one of its own.
 
     Args:
         run_id: name of the run.
         parameters: plain values by name.
 
     Raises:
-        ImportError: wandb is not installed.
+        ImportError: the library is not installed.
     """
 
+    package: str
+    """Name of the library, and of the estimator's parameter."""
+
     def __init__(self, run_id: str, parameters: dict[str, Any]) -> None:
+        name = self.package
         try:
-            import wandb  # pyright: ignore[reportMissingImports]
+            self._library: Any = import_module(name)
         except ImportError as error:
-            raise ImportError("wandb=True needs the package wandb: pip install wandb", name="wandb") from error
-        self._wandb: Any = wandb
-        self._own = wandb.run is None
+            raise ImportError(f"{name}=True needs the package {name}: pip install {name}", name=name) from error
+        self._own = not self._is_active()
         self._name = run_id
         self._parameters = parameters
-        self._run: Any = None
 
     def __enter__(self) -> Self:
-        """Starts the run and logs the parameters."""
-        self._run = self._wandb.init(name=self._name) if self._own else self._wandb.run
+        """Starts the run, if none is active, and logs what is known of it."""
         if self._own:
-            self._run.define_metric("*", step_metric="epoch")
-        self._run.config.update(self._parameters, allow_val_change=True)
+            self._start()
+        try:
+            self._describe()
+        except BaseException:
+            if self._own:
+                self._finish(failed=True)  # else the next fit would take it for the user's run
+            raise
         return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """As `Tracker.__exit__`."""
+        if self._own:
+            self._finish(failed=kind is not None)
+
+    @abstractmethod
+    def _is_active(self) -> bool:
+        """Whether the user has a run."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Starts a run."""
+
+    @abstractmethod
+    def _describe(self) -> None:
+        """Logs the parameters."""
+
+    @abstractmethod
+    def _finish(self, *, failed: bool) -> None:
+        """Ends the run that `_start` has started."""
+
+
+class WandbTracker(_Service):
+    """Logs to Weights & Biases: into the run that is active, or one of its own."""
+
+    package = "wandb"
+    _run: Any
+
+    def _is_active(self) -> bool:
+        self._run = self._library.run
+        return self._run is not None
+
+    def _start(self) -> None:
+        self._run = self._library.init(name=self._name)
+        self._run.define_metric("*", step_metric="epoch")
+
+    def _describe(self) -> None:
+        self._run.config.update(self._parameters, allow_val_change=True)
 
     def report(self, record: dict[str, Any]) -> None:
         """As `Tracker.report`."""
@@ -128,59 +180,44 @@ class WandbTracker(Tracker):
             row = {name: float(value) for name, value in flat(record["entry"]).items()}
             self._run.log(row | {"epoch": int(row["epoch"])})
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """As `Tracker.__exit__`."""
-        if self._own:
-            self._run.finish(exit_code=0 if kind is None else 1)
+    def _finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
 
 
-class MlflowTracker(Tracker):
+class MlflowTracker(_Service):
     """Logs to MLflow: into the run that is active, or one of its own.
 
     Args:
         run_id: name of the run.
         parameters: plain values by name.
         data: place and number of rows of each data set, by what it is for.
-
-    Raises:
-        ImportError: MLflow is not installed.
     """
+
+    package = "mlflow"
 
     def __init__(
         self, run_id: str, parameters: dict[str, Any], data: Mapping[str, tuple[str, int]] | None = None
     ) -> None:
-        try:
-            import mlflow  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("mlflow=True needs the package mlflow: pip install mlflow", name="mlflow") from error
-        self._mlflow: Any = mlflow
-        self._own = mlflow.active_run() is None
-        self._name = run_id
-        self._parameters = {name: str(value)[:_LONGEST] for name, value in parameters.items()}
+        super().__init__(run_id, {name: str(value)[:_LONGEST] for name, value in parameters.items()})
         self._data = dict(data or {})
 
-    def __enter__(self) -> Self:
-        """Starts the run and logs the parameters and the data sets."""
-        if self._own:
-            self._mlflow.start_run(run_name=self._name, **self._system_metrics())
-        try:
-            self._mlflow.log_params(self._parameters)
-            for context, (url, rows) in self._data.items():
-                self._dataset(context, url, rows)
-        except BaseException:
-            if self._own:
-                self._mlflow.end_run(status="FAILED")  # else the next fit would take it for the user's run
-            raise
-        return self
+    def _is_active(self) -> bool:
+        return self._library.active_run() is not None
+
+    def _start(self) -> None:
+        self._library.start_run(run_name=self._name, **self._system_metrics())
+
+    def _describe(self) -> None:
+        self._library.log_params(self._parameters)
+        for context, (url, rows) in self._data.items():
+            self._dataset(context, url, rows)
+
+    def _finish(self, *, failed: bool) -> None:
+        self._library.end_run(status="FAILED" if failed else "FINISHED")
 
     def _system_metrics(self) -> dict[str, bool]:
         """Asks for the load of this host, where MLflow and psutil can tell it and nobody has decided otherwise."""
-        import inspect
-        from importlib.util import find_spec
-
-        known = "log_system_metrics" in inspect.signature(self._mlflow.start_run).parameters
+        known = "log_system_metrics" in inspect.signature(self._library.start_run).parameters
         decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
         return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}
 
@@ -198,34 +235,46 @@ class MlflowTracker(Tracker):
         except Exception:  # noqa: BLE001 - MLflow knows fewer kinds of URLs than stores
             return
         dataset = MetaDataset(source, name=f"{rows} rows", digest=digest)
-        self._mlflow.log_input(dataset, context=context)
+        self._library.log_input(dataset, context=context)
 
     def report(self, record: dict[str, Any]) -> None:
         """As `Tracker.report`."""
         if record.get("kind") == "epoch":
             row = flat(record["entry"])
             epoch = int(row.pop("epoch"))
-            self._mlflow.log_metrics({name: float(value) for name, value in row.items()}, step=epoch)
+            self._library.log_metrics({name: float(value) for name, value in row.items()}, step=epoch)
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """As `Tracker.model`."""
-        import inspect
-        from importlib import import_module
-
-        log = import_module(f"mlflow.{flavor}").log_model
+        module = import_module(f"mlflow.{flavor}")
+        log = module.log_model
         known = inspect.signature(log).parameters
         options: dict[str, Any] = {"name" if "name" in known else "artifact_path": "model"}
         if "serialization_format" in known:
             options["serialization_format"] = "pickle"  # the other traces the model, and not every one can be traced
         if example is not None and {"signature", "input_example"} <= set(known):
-            from mlflow.models import infer_signature  # pyright: ignore[reportMissingImports]
+            from mlflow.models import Model, infer_signature  # pyright: ignore[reportMissingImports]
 
             options |= {"signature": infer_signature(*example), "input_example": example.input}
+            if flavor == "keras" and "name" in known:
+                Model.log(None, _KerasFlavor(module), model=model, **options)
+                return
         log(model, **options)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """As `Tracker.__exit__`."""
-        if self._own:
-            self._mlflow.end_run(status="FINISHED" if kind is None else "FAILED")
+
+class _KerasFlavor:
+    """MLflow's flavor of Keras, which writes an example into a directory before it makes it (MLflow 3.17).
+
+    Args:
+        module: `mlflow.keras`.
+    """
+
+    __name__ = "mlflow.keras"
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def save_model(self, path: str, **options: Any) -> None:
+        """Makes the directory, and has MLflow save the model in it."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self._module.save_model(path=path, **options)

@@ -136,8 +136,7 @@ class Watch:
             kind: What the record is.
             data: What it holds.
         """
-        with contextlib.suppress(Exception):  # what a worker says may be anything
-            record((task, rank), kind, data, self._training)
+        record((task, rank), kind, data, self._training)
 
     def loss(self, what: str) -> None:
         """A worker or a host is out.

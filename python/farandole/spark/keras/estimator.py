@@ -13,6 +13,7 @@ import keras
 from pyspark import keyword_only
 from pyspark.ml.util import MLReadable, MLWritable
 
+from farandole._keras.values import as_array
 from farandole.spark.common.columns import Column, check_sizes
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
@@ -20,8 +21,9 @@ from farandole.spark.common.outputs import Output
 from farandole.spark.common.reading import data_of, missing_of, transformation_of
 from farandole.spark.common.signature import signature
 from farandole.spark.common.source import sample
+from farandole.spark.common.tracking import Example
 from farandole.spark.keras import compiled, payload
-from farandole.spark.keras.arrays import check_padded, inputs_of, told_mapping
+from farandole.spark.keras.arrays import check_padded, flat_outputs, inputs_of, model_inputs, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.objects import dumps, travelling
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from farandole.spark.keras.job import Trained
 
 _QUIET_TENSORFLOW = "2"
+_EXAMPLES = 2
+"""Rows of an example."""
 
 
 class KerasEstimatorParamsWritable(MLWritable):
@@ -164,6 +168,8 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
             over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
+        tensorboard: Whether parameters, steps and the model are logged for TensorBoard; default False. Scalars of
+            epochs always are.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Largest number of restarts of one fit; default 3.
     """
@@ -236,6 +242,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
+        tensorboard: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:
@@ -288,7 +295,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
-            tracker.model(copy.model, "keras")
+            tracker.model(copy.model, "keras", self._example(job, prepared, copy.model))
         return KerasModel(
             history=trained.history,
             model=copy.model,
@@ -304,6 +311,18 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
+
+    def _example(self, job: Job, prepared: Prepared, model: Any) -> Example | None:
+        """Some rows for MLflow; `None` where it is not asked for, or for several inputs, which it cannot name."""
+        if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
+            return None
+        missing, transformation = missing_of(self, prepared), transformation_of(self)
+        rows = sample(prepared.train_url, self._roles().kept, _EXAMPLES, transformation, missing, prepared.ragged)
+        given = model_inputs(job.shape, rows, _EXAMPLES)
+        made = flat_outputs(
+            model(keras.ops.convert_to_tensor(given), training=False), job.shape.output_keys, len(job.labels)
+        )
+        return Example(given, as_array(made[0]) if len(made) == 1 else None)
 
     def _form_of_loss(self) -> str | None:
         return compiled.form_of(self.getLoss() or compiled.compile_arguments(self.getModel()).get("loss"))

@@ -27,6 +27,7 @@ from farandole.spark.keras import payload
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from farandole.spark.common.halting import Halt
     from farandole.spark.keras.job import Job
     from farandole.spark.keras.rate import Rate
 
@@ -62,6 +63,29 @@ class Metered(keras.callbacks.Callback):
         """Says what was measured."""
         del epoch, logs
         self._meter.tell()
+
+
+class Halted(keras.callbacks.Callback):
+    """Ends the run after an epoch in which somebody has stopped the fit; on all ranks.
+
+    Not within an epoch: some backends call callbacks of steps from another thread, later than the step.
+
+    Args:
+        halt: Tells whether somebody has.
+        rank: of this process.
+    """
+
+    def __init__(self, halt: Halt, rank: int) -> None:
+        super().__init__()
+        self._halt = halt
+        self._rank = rank
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Asks."""
+        del epoch, logs
+        if self._halt.after_epoch(self._rank):
+            model: Any = self.model
+            model.stop_training = True
 
 
 class Kept(keras.callbacks.Callback):

@@ -27,6 +27,7 @@ from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
 from farandole.runner import scratch
 from farandole.spark import task
+from farandole.spark.common.halting import Halt
 from farandole.spark.common.source import Place, Source
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
@@ -34,7 +35,7 @@ from farandole.spark.keras.compiled import put_loss
 from farandole.spark.keras.elastic import Commits, Course, Moments, Told
 from farandole.spark.keras.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
 from farandole.spark.keras.job import Trained
-from farandole.spark.keras.publish import Kept, Metered, Publisher
+from farandole.spark.keras.publish import Halted, Kept, Metered, Publisher
 from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
 
@@ -64,6 +65,7 @@ class Trainer:
         self.objects: Objects = cloudpickle.loads(job.objects)
         self.moves = is_elastic()
         """Whether the world may change."""
+        self.halt = Halt(job.store)
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.train, self.val = self._feeds()
         self.note: dict[str, Any] = {}
@@ -230,7 +232,7 @@ class Trainer:
             callbacks += boards
         if self.rank == 0 or self.moves:
             callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
-        return [*callbacks, OneEnd()]
+        return [*callbacks, Halted(self.halt, self.rank), OneEnd()]
 
     def _publisher(self, directory: Path) -> Publisher:
         kept = None

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.progress import Progress
     from farandole.spark.common.store import Store
+    from farandole.spark.common.tracking import Example
     from farandole.spark.torch.job import Trained
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -175,6 +176,8 @@ class LightningEstimator(
             over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
+        tensorboard: Whether parameters, steps and the model are logged for TensorBoard; default False. Scalars of
+            epochs always are.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Largest number of restarts of one fit; default 3.
     """
@@ -264,6 +267,7 @@ class LightningEstimator(
         statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
+        tensorboard: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:
@@ -310,13 +314,13 @@ class LightningEstimator(
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
         fingerprint = self._fingerprint(prepared)
-        job, objects, sizes = self._job(prepared, fingerprint)
+        job, objects, sizes, tensors = self._job(prepared, fingerprint)
         base = job.base
         with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module
-            tracker.model(module, "pytorch")
+            tracker.model(module, "pytorch", self._example(base, module, tensors))
         outputs = None
         if sizes is not None:
             outputs = [
@@ -340,6 +344,16 @@ class LightningEstimator(
             outputs=outputs,
         )
 
+    def _example(self, job: Job, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Example | None:
+        """Some rows for MLflow; `None` where it is not asked for, or `forward` does not take the columns."""
+        if not self.getMlflow():
+            return None
+        try:
+            outputs = mapping.outputs_of_model(job.inputs, job.labels, module, tensors)
+        except ValueError:  # the steps of a LightningModule need not call it
+            return None
+        return mapping.example(job, tensors, outputs)
+
     def _form_of_loss(self) -> str | None:
         loss = self.getLoss()
         return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
@@ -357,8 +371,8 @@ class LightningEstimator(
 
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
-    ) -> tuple[LightningJob, LightningObjects, list[int] | None]:
-        """The run's description, a copy of the user's objects, and the size of each output where it can be tried."""
+    ) -> tuple[LightningJob, LightningObjects, list[int] | None, dict[str, torch.Tensor]]:
+        """The run's description, a copy of the user's objects, the sizes of outputs where known, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
         columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
@@ -422,7 +436,7 @@ class LightningEstimator(
         if package is None:
             outputs = mapping.outputs_of_model(made, labels, mine.module, tensors)
             sizes = [output[1:].numel() for output in outputs]
-        return job, mine, sizes
+        return job, mine, sizes, tensors
 
     def _losses(self, count: int) -> list[Any]:
         """The losses of a plain module; for a `LightningModule` what says that labels keep their kind."""

@@ -21,6 +21,7 @@ from farandole.spark import task
 from farandole.spark.common.consent import given
 from farandole.spark.common.events import scalars
 from farandole.spark.common.finite import check
+from farandole.spark.common.halting import Halt
 from farandole.spark.common.meter import Meter
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Watch:
         self.val_rows = 0
         self.total = 0.0
         self.meter = Meter()
+        self.halt = Halt(self.store)
 
     def callback(self, base: type[Any]) -> Any:
         """A Lightning callback that calls this.
@@ -82,6 +84,7 @@ class Watch:
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
         self.meter.epoch_begins()
+        self.halt.begins()
 
     def batch_ends(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
         """Counts a batch, and tells the driver now and then.
@@ -97,6 +100,8 @@ class Watch:
             if self.job.base.loop.terminate_on_nan:
                 check(value, trainer.current_epoch, index, self.rank)
             self.total += value * rows
+        if self.halt.after_step(self.rank):
+            trainer.should_stop = True
         now = time.monotonic()
         if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
             return
@@ -139,7 +144,7 @@ class Watch:
             told_steps = {"epochs": self.job.base.loop.epochs, "steps": int(trainer.num_training_batches)}
             task.report({"kind": "epoch", "entry": entry, **told_steps, "rows_per_second": rows / max(seconds, 1e-9)})
         stopping = self.job.base.loop.early_stopping
-        if stopping is not None and stopping.is_over(self.history):
+        if (stopping is not None and stopping.is_over(self.history)) or self.halt.after_epoch(self.rank):
             trainer.should_stop = True
 
     def total_everywhere(self) -> float:

@@ -172,6 +172,8 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             over the rows. Default False.
         mlflow: Whether parameters, metrics and the model are logged to MLflow; default False.
         wandb: Whether parameters and metrics are logged to Weights & Biases; default False.
+        tensorboard: Whether parameters, steps and the model are logged for TensorBoard; default False. Scalars of
+            epochs always are.
         on_failure: `"restart"` starts a failed run again from its checkpoint; default `"raise"`.
         max_restarts: Largest number of restarts of one fit; default 3.
     """
@@ -255,6 +257,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         statistics: bool | None = None,
         mlflow: bool | None = None,
         wandb: bool | None = None,
+        tensorboard: bool | None = None,
         on_failure: str | None = None,
         max_restarts: int | None = None,
     ) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
+from farandole.spark.common.halting import Halt
 from farandole.spark.common.source import Place
 from farandole.spark.torch import payload
 from farandole.spark.torch.batches import Batches, UserMinibatch
@@ -85,6 +86,7 @@ class _Trainer:
         self.started = self.reported = time.monotonic()
         self.over: str | None = None
         self.losses = LossWatch(wanted=job.loop.terminate_on_nan, rank=self.rank)
+        self.halt = Halt(job.store)
         self.has_entered = False
         self.told_epoch: int | None = None
         """The epoch whose beginning callbacks have been told of."""
@@ -205,6 +207,7 @@ class _Trainer:
             return {"place": source.place_after(epoch, step), "seconds": seconds, **kept}
 
         self.losses.begin(epoch)
+        self.halt.begins()
         meter = self.stepper.meter
         meter.epoch_begins()
         for rows in source.epoch(epoch, steps):
@@ -276,6 +279,8 @@ class _Trainer:
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
             return True
+        if self.history and self.halt.after_epoch(self.rank):
+            return True
         stopping = float(self.callbacks.state.stopping)
         if self.callbacks:
             stopping = float(hvd.allreduce(torch.tensor([stopping]), op=hvd.Max, name="farandole.stopping"))
@@ -290,6 +295,8 @@ class _Trainer:
             late = float(self.rank == 0 and time.monotonic() - self.started > self.loop.max_time)
             if float(hvd.allreduce(torch.tensor([late]), op=hvd.Max, name="farandole.time")) > 0:
                 self.over = "max_time"
+        if self.over is None and self.halt.after_step(self.rank):
+            self.over = "stop"
         return self.over is not None
 
     def _has_enough_steps(self) -> bool:

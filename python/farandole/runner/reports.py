@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Checks the reports of workers where they arrive, so that everything that listens can rely on their form.
+
+A report is any JSON object. Two kinds have a form, because curves are drawn of them: `{"kind": "step", "epoch": 0,
+"step": 3, "steps": 10, "loss": 0.5, ...}` and `{"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5,
+"all_metrics": [{"accuracy": 0.9}]}, ...}, ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any, Final
+
+_QUIET_SECONDS: Final = 60.0
+_LOG = logging.getLogger("farandole")
+_WARNED: dict[str, float] = {}
+"""When a warning was last written, by what was wrong."""
+
+
+class MalformedError(ValueError):
+    """A report that does not have the form of its kind."""
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The report that a worker has sent.
+
+    Args:
+        data: As it came.
+
+    Raises:
+        MalformedError: It is no report; the message says what is wrong.
+    """
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("it is no JSON") from error
+    if not isinstance(record, dict):
+        raise MalformedError("it is no JSON object")
+    match record.get("kind"):
+        case "step":
+            _check_step(record)
+        case "epoch":
+            _check_entry(record.get("entry"))
+    return record
+
+
+def warn(who: str, error: MalformedError) -> None:
+    """Writes into the log that a report is left out, for each reason once a minute.
+
+    Args:
+        who: Has sent it.
+        error: What is wrong with it.
+    """
+    now, reason = time.monotonic(), str(error)
+    if now - _WARNED.get(reason, -_QUIET_SECONDS) >= _QUIET_SECONDS:
+        _WARNED[reason] = now
+        _LOG.warning("a report of %s is left out: %s", who, reason)
+
+
+def _check_step(record: dict[str, Any]) -> None:
+    for name in ("epoch", "step", "steps"):
+        _check_whole(record, name)
+    if not _is_number(record.get("loss")):
+        raise MalformedError("its loss is no number")
+
+
+def _check_entry(entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise MalformedError("its entry is no JSON object")
+    _check_whole(entry, "epoch")
+    for part in ("train", "validation"):
+        scores = entry.get(part)
+        if not scores:
+            continue
+        if not isinstance(scores, dict) or "loss" not in scores:
+            raise MalformedError(f"its part {part!r} has no loss")
+        if not (scores["loss"] is None or _is_number(scores["loss"])):
+            raise MalformedError(f"the loss of its part {part!r} is no number")
+        groups = scores.get("all_metrics")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise MalformedError(f"all_metrics of its part {part!r} is no list of JSON objects")
+
+
+def _check_whole(record: dict[str, Any], name: str) -> None:
+    value = record.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MalformedError(f"its {name} is no whole number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

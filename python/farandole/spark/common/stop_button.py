@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The stop button of a fit in a notebook.
+
+While a cell runs, its kernel handles no messages of widgets: the main thread is in the fit. So the button reaches the
+fit on one of two other ways:
+
+- a widget of ipywidgets whose clicks are noticed by the thread that receives the kernel's messages (ipykernel 7.4 and
+  later);
+- elsewhere, a button in HTML that sends a request to a server on loopback. Its path contains a token of this fit. The
+  request passes through the proxy of JupyterHub or Databricks where there is one.
+
+A browser that reaches neither says so, and how to interrupt the kernel.
+"""
+
+# ruff: noqa: PLC0415 - IPython and ipywidgets are there where a notebook is
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import logging
+import secrets
+import socketserver
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from farandole.spark.common.halting import Stop
+
+STOP: Final = "Stop"
+AT_ONCE: Final = "End at once"
+
+_STOPPING = "stopping: fit returns the model as it is then"
+_ENDING = "ending with KeyboardInterrupt"
+_INTERRUPT = "interrupt the kernel to end fit at once"
+_LOG = logging.getLogger("farandole")
+
+_SCRIPT = """
+var button = this, text = this.nextElementSibling, what = this.dataset.what;
+button.disabled = true;
+fetch(LINK + what, {method: 'POST'}).then(function (answer) {
+  if (!answer.ok) { throw answer.status; }
+  text.textContent = what === 'stop' && IN_ORDER ? STOPPING : ENDING;
+  if (what === 'stop' && IN_ORDER) {
+    button.dataset.what = 'end';
+    button.textContent = AT_ONCE;
+    button.disabled = false;
+  }
+}).catch(function () {
+  button.disabled = false;
+  text.textContent = UNREACHED;
+});
+"""
+
+
+class Endpoint:
+    """A server on loopback that stops one fit.
+
+    Attributes:
+        port: Where it listens.
+        path: Its path, which contains a token.
+
+    Args:
+        stop: Stops the fit.
+
+    Raises:
+        OSError: There is no port.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self.path = f"/{secrets.token_hex(16)}/"
+        actions = {f"{self.path}stop": stop.ask, f"{self.path}end": stop.interrupt}
+        self._server = _Server(("127.0.0.1", 0), _handler(actions))
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
+        self._thread.start()
+
+    @property
+    def link(self) -> str:
+        """Its URL as the notebook's browser reaches it."""
+        from farandole.ui import proxied
+
+        return proxied(self.port, self.path)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Unlike Python's own server for HTTP, it asks no name server for its name, and prints no tracebacks."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone."""
+
+
+def _handler(actions: dict[str, Callable[[], None]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_POST(self) -> None:
+            # The whole path is compared, in constant time: it contains the token.
+            asked = self.path.encode()
+            found = [act for path, act in actions.items() if secrets.compare_digest(asked, path.encode())]
+            if not found:
+                self._answer(404)
+                return
+            try:
+                found[0]()
+            except OSError as error:
+                _LOG.warning("the fit cannot be stopped: %s", error)
+                self._answer(503)
+            else:
+                self._answer(204)
+
+        def _answer(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Access-Control-Allow-Origin", "*")  # the notebook's page has another port
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - Python's name
+            pass
+
+    return Handler
+
+
+def page(link: str, *, in_order: bool) -> str:
+    """The button in HTML, without any library.
+
+    Args:
+        link: Of the server.
+        in_order: Whether the fit can end in order.
+    """
+    words = {
+        "LINK": link,
+        "IN_ORDER": in_order,
+        "STOPPING": _STOPPING,
+        "ENDING": _ENDING,
+        "AT_ONCE": AT_ONCE,
+        "UNREACHED": f"this browser cannot reach the kernel's host: {_INTERRUPT}",
+    }
+    script = _SCRIPT
+    for name, value in words.items():
+        script = script.replace(name, json.dumps(value))
+    return (
+        '<div class="farandole-stop">'
+        f'<button type="button" data-what="stop" onclick="{html.escape(" ".join(script.split()))}">'
+        f"{STOP if in_order else AT_ONCE}</button> <span></span></div>"
+    )
+
+
+@contextlib.contextmanager
+def button(stop: Stop) -> Iterator[None]:
+    """Shows the button while the fit runs inside. An error is one line in the log and never fails a fit.
+
+    Args:
+        stop: Stops the fit.
+    """
+    remove: Callable[[], None] | None = None
+    try:
+        remove = _widget(stop) or _plain(stop)
+    except Exception as error:  # noqa: BLE001 - the fit continues without a button
+        _LOG.warning("there is no stop button: %s; %s", error, _INTERRUPT)
+    try:
+        yield
+    finally:
+        if remove is not None:
+            with contextlib.suppress(Exception):  # the front end is gone
+                remove()
+
+
+def _plain(stop: Stop) -> Callable[[], None]:
+    from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+
+    endpoint = Endpoint(stop)
+    try:
+        handle: Any = display(HTML(page(endpoint.link, in_order=stop.in_order)), display_id=True)
+    except BaseException:
+        endpoint.close()
+        raise
+
+    def remove() -> None:
+        endpoint.close()
+        if handle is not None:
+            handle.update(HTML(""))
+
+    return remove
+
+
+def _widget(stop: Stop) -> Callable[[], None] | None:
+    """The widget, where there is one whose clicks come while a cell runs."""
+    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if not hasattr(getattr(shell, "kernel", None), "shell_channel_thread"):
+        return None
+    try:
+        import ipywidgets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+    shown: Any = ipywidgets.Button(description=STOP if stop.in_order else AT_ONCE)
+    if not _heard(shown, stop):
+        shown.close()
+        return None
+    display(shown)
+    return shown.close
+
+
+def _heard(shown: Any, stop: Stop) -> bool:
+    """Has clicks noticed when they arrive; they are handled after the cell, which is too late.
+
+    ipykernel asks the widget's channel on which thread a message is to be handled. It does so on the thread that
+    receives messages.
+    """
+    route = getattr(getattr(shown, "comm", None), "_reply_subshell_for", None)
+    if route is None:
+        return False
+
+    def clicked() -> None:
+        if stop.asked or not stop.in_order:
+            shown.disabled = True
+            stop.interrupt()
+            return
+        try:
+            stop.ask()
+        except OSError as error:
+            _LOG.warning("the fit cannot be stopped: %s", error)
+        else:
+            shown.description = AT_ONCE
+
+    def arrives(data: Any, default: Any) -> Any:
+        if isinstance(data, dict) and data.get("content") == {"event": "click"}:
+            threading.Thread(target=clicked, daemon=True).start()  # others' messages do not wait for the store
+        return route(data, default)
+
+    shown.comm._reply_subshell_for = arrives  # noqa: SLF001 - there is no public door
+    return True

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A fit that is stopped in order, and the server behind the stop button."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+import threading
+import time
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from tests.single.training import estimator, fit, line, linear, write
+
+import farandole.torch as hvd
+from farandole.spark.common import LocalBackend, halting, stop_button
+from farandole.spark.common import estimator as estimators
+from farandole.spark.common.halting import Halt, Stop
+from farandole.spark.common.progress import Progress
+from farandole.spark.common.store import LocalStore
+from farandole.spark.torch.callbacks import Callback
+
+pytestmark = pytest.mark.timeout(240)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+
+
+@pytest.fixture
+def remote(tmp_path):
+    return LocalStore(str(tmp_path)).to_remote("mine")
+
+
+class Pressed(Progress):
+    """Presses the button at the first report of a kind."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.messages = []
+
+    def offering(self, stop):
+        self.stop = stop
+        return contextlib.nullcontext(stop)
+
+    def report(self, report):
+        if report["kind"] == self.kind:
+            self.stop.ask()
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+class Slow(Callback):
+    """Makes a step take 20 ms as long as a file is there, and checks that all ranks have taken the same steps."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_batch_end(self, _state):
+        if self.path.exists():
+            time.sleep(0.02)
+
+    def on_epoch_end(self, state):
+        assert len(set(hvd.allgather(torch.tensor([state.step])).tolist())) == 1
+
+
+@pytest.mark.slow
+def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path, monkeypatch):
+    x, y = line(2000)
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    shown = Pressed("step")
+    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    slow = tmp_path / "slow"
+    slow.touch()
+    given = {"batch_size": 1, "run_id": "mine", "backend": LocalBackend(2, verbose=0), "callbacks": [Slow(slow)]}
+    stopped = fit(tmp_path, linear(), epochs=3, **given)  # 20 s an epoch
+    (entry,) = stopped.getHistory()
+    assert 0 < entry["steps"] < 500
+    assert entry["rows"] == 2 * entry["steps"]
+    assert "stopping, as asked for in the notebook" in shown.messages
+    run = tmp_path / "runs/mine"
+    record = json.loads((run / "_record.json").read_text())
+    assert record["state"] == "ended"
+    assert [one["what"] for one in record["events"]] == ["stop"]
+    assert not (run / halting.NAME).exists()
+    monkeypatch.setattr(estimators, "progress", lambda _verbose: Progress())
+    slow.unlink()
+    more = fit(tmp_path, linear(), epochs=2, **given)
+    assert [one["epoch"] for one in more.getHistory()] == [0, 1]
+    assert more.getHistory()[0] == entry
+
+
+@pytest.mark.slow
+def test_a_fit_of_lightning_ends_within_an_epoch_and_validates(tmp_path, monkeypatch):
+    import lightning
+
+    from farandole.spark.lightning import TorchEstimator
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def training_step(self, batch, _index):
+            time.sleep(0.02)
+            return torch.nn.functional.mse_loss(self(batch["x"])[:, 0], batch["y"])
+
+        def validation_step(self, batch, _index):
+            self.log("val_loss", torch.nn.functional.mse_loss(self(batch["x"])[:, 0], batch["y"]))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    x, y = line(2000)
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    write(tmp_path / "intermediate_val_data", x=x[:16], y=y[:16])
+    shown = Pressed("step")
+    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    fitted = TorchEstimator(
+        model=Module(), feature_cols=["x"], label_cols=["y"], batch_size=1, epochs=3, verbose=0,
+        store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
+    ).fit_on_parquet()  # fmt: skip
+    (entry,) = fitted.getHistory()  # an epoch takes 20 s
+    assert 0 < entry["rows"] < 1000
+    assert entry["validation"]["loss"] > 0
+
+
+@pytest.mark.slow
+def test_a_fit_of_keras_ends_after_the_epoch_under_way(tmp_path, monkeypatch):
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    class Slow(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002 - Keras's
+            time.sleep(0.1)
+
+    x, y = line(64)
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    shown = Pressed("epoch")
+    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    fitted = KerasEstimator(
+        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), optimizer=keras.optimizers.SGD(0.05),
+        loss="mean_squared_error", feature_cols=["x"], label_cols=["y"], batch_size=8, epochs=1000, verbose=0,
+        callbacks=[Slow()], store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
+    ).fit_on_parquet()  # fmt: skip
+    assert 0 < len(fitted.getHistory()["loss"]) < 100
+    assert "stopping, as asked for in the notebook" in shown.messages
+
+
+def test_without_a_button_workers_are_not_asked_to_look(tmp_path, monkeypatch):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    monkeypatch.setattr(halting.arrays, "broadcast", None)  # a call would fail
+    told = []
+    made = estimator(tmp_path, linear(), epochs=2)
+    run = made.getBackend().run
+    monkeypatch.setattr(
+        made.getBackend(), "run", lambda *args, env=None, **more: told.append(env) or run(*args, **more)
+    )
+    assert len(made.fit_on_parquet().getHistory()) == 2
+    assert told == [None]
+
+
+def test_ranks_agree_about_once_a_second_however_long_a_step_takes(remote, monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setenv(halting.VARIABLE, "mine")
+    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: calls.append(now[0]) or mine)  # noqa: ARG005
+    halt = Halt(remote, clock=lambda: now[0])
+    monkeypatch.setattr(halt, "_is_asked", lambda: now[0] >= 50)
+    for seconds in (0.001, 3.0):
+        halt.begins()
+        calls.clear()
+        start = now[0]
+        while now[0] < start + 30:
+            now[0] += seconds
+            assert not halt.after_step(0) or now[0] >= 50
+        assert 10 <= len(calls) <= 32, seconds
+    now[0] = 100.0
+    assert halt.after_epoch(0)
+
+
+def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
+    earlier, fit = Stop(remote), Stop(remote)
+    earlier.ask()
+    monkeypatch.setenv(halting.VARIABLE, fit.variables()[halting.VARIABLE])
+    monkeypatch.setattr(halting, "_EVERY", 0.01)
+    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
+    halt = Halt(remote)
+    assert not halt.after_epoch(0)
+    time.sleep(0.1)
+    assert not halt.after_epoch(0)
+    fit.ask()
+    deadline = time.monotonic() + 10
+    while not halt.after_epoch(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not halt.after_epoch(1), "another rank's answer comes from rank 0, not from the store"
+    fit.close()
+    assert remote.read(halting.NAME) is None
+
+
+class Fake:
+    """What the server calls."""
+
+    def __init__(self, fails=False):
+        self.calls = []
+        self.fails = fails
+        self.in_order, self.asked = True, False
+
+    def ask(self):
+        if self.fails:
+            raise OSError("read-only file system")
+        self.calls.append("ask")
+
+    def interrupt(self):
+        self.calls.append("interrupt")
+
+
+def request(endpoint, path, method="POST"):
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.getheader("Access-Control-Allow-Origin")
+
+
+@pytest.fixture
+def serve():
+    """Opens a server for what is called."""
+    opened = []
+
+    def open_endpoint(stop):
+        opened.append(stop_button.Endpoint(stop))
+        return opened[-1]
+
+    yield open_endpoint
+    for one in opened:
+        one.close()
+
+
+def test_only_who_knows_the_token_can_stop(serve):
+    stop = Fake()
+    endpoint = serve(stop)
+    assert len(endpoint.path) == 34
+    wrong = f"/{'0' * 32}/stop"
+    for path in (wrong, "/", "/stop", endpoint.path, f"{endpoint.path}other", f"{endpoint.path}stop/"):
+        assert request(endpoint, path)[0] == 404, path
+    assert request(endpoint, f"{endpoint.path}stop", "GET")[0] == 501
+    assert stop.calls == []
+    assert request(endpoint, f"{endpoint.path}stop") == (204, "*")
+    assert request(endpoint, f"{endpoint.path}end")[0] == 204
+    assert stop.calls == ["ask", "interrupt"]
+
+
+def test_a_store_that_refuses_the_request_is_said(serve, caplog):
+    endpoint = serve(Fake(fails=True))
+    assert request(endpoint, f"{endpoint.path}stop")[0] == 503
+    assert "the fit cannot be stopped: read-only file system" in caplog.text
+
+
+def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
+    stop = Stop(LocalStore(str(tmp_path), save_runs=False).to_remote("mine"))
+    assert not stop.in_order
+    assert stop.variables() == {}
+    assert "End at once</button>" in stop_button.page("http://127.0.0.1:1/t/", in_order=False)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes some time
+        threading.Timer(0.05, stop.ask).start()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""What listeners are told of reports that have the form of their kind, and of those that have not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from farandole.runner import hearing, reports
+from farandole.spark.training import Training
+
+STEP = {"kind": "step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5}
+EPOCH = {"kind": "epoch", "entry": {"epoch": 3, "train": {"loss": 0.5, "all_metrics": []}}}
+
+
+@pytest.fixture
+def listeners(monkeypatch):
+    """`send` hands over a report of rank 1; `rows` names the journal's rows, `progress` has what was passed on."""
+    monkeypatch.setattr(reports, "_WARNED", {})
+    found = SimpleNamespace(rows=[], progress=[])
+    put = lambda _run, key, _body, **_options: found.rows.append(key)  # noqa: E731
+    training = Training(None, "mine", "run", journal=SimpleNamespace(put=put, gauge=lambda *_: None))
+    found.rows.clear()
+
+    def send(record, kind=hearing.PROGRESS):
+        data = record if isinstance(record, bytes) else json.dumps(record).encode()
+        hearing.record((0, 1), kind, data, training, lambda rank, told: found.progress.append((rank, told)))
+
+    found.send = send
+    return found
+
+
+def test_every_listener_gets_a_report_of_the_right_form(listeners):
+    others = [{"kind": "mine", "epoch": "first"}, {}]
+    for record in (STEP, EPOCH, *others):
+        listeners.send(record)
+    assert listeners.rows == ["step", "epoch/00000003"]
+    assert listeners.progress == [(1, record) for record in (STEP, EPOCH, *others)]
+    listeners.send({"kind": "epoch", "entry": {"epoch": 4, "train": {"loss": float("nan"), "all_metrics": [{"a": 1}]}}})
+    assert listeners.rows[-1] == "epoch/00000004"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (b"\xff{", "it is no JSON"),
+        (b"[" * 100_000, "it is no JSON"),
+        ([STEP], "it is no JSON object"),
+        ({"kind": "step"}, "its epoch is no whole number"),
+        (STEP | {"steps": True}, "its steps is no whole number"),
+        (STEP | {"step": -1}, "its step is no whole number"),
+        (STEP | {"loss": "0.5"}, "its loss is no number"),
+        ({"kind": "epoch", "loss": 0.1}, "its entry is no JSON object"),
+        ({"kind": "epoch", "entry": {}}, "its epoch is no whole number"),
+        ({"kind": "epoch", "entry": {"epoch": 0, "train": {"all_metrics": []}}}, "its part 'train' has no loss"),
+        (
+            {"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": [1], "all_metrics": []}}},
+            "the loss of its part 'train' is no number",
+        ),
+        (
+            {"kind": "epoch", "entry": {"epoch": 0, "validation": {"loss": 1.0}}},
+            "all_metrics of its part 'validation' is no list of JSON objects",
+        ),
+    ],
+)
+def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(listeners, caplog, record, reason):
+    with caplog.at_level(logging.WARNING, logger="farandole"):
+        listeners.send(record)
+        listeners.send(record)
+    assert listeners.rows == listeners.progress == []
+    assert [one.getMessage() for one in caplog.records] == [f"a report of rank 1 is left out: {reason}"]
+
+
+def test_what_a_rank_says_of_itself_is_checked_too(listeners, caplog):
+    with caplog.at_level(logging.WARNING, logger="farandole"):
+        listeners.send(b"{", hearing.RANK)
+        listeners.send({"gpu": 1}, hearing.RANK)
+    assert len(caplog.records) == 1
+    assert listeners.rows == ["ranks"]
