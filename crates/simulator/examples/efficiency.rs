@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Scaling efficiency of three models at 25 and 100 Gbit/s, next to the project's goals and to published numbers.
+//!
+//! `cargo run --release -p farandole-simulator --example efficiency`
+
+use std::collections::BTreeMap;
+
+use farandole_config::Config;
+use farandole_simulator::{Cluster, Collective, Control, Forming, Model, PUBLISHED, Step};
+
+/// Efficiencies at 512 ranks and 25 Gbit/s that the project wants to reach.
+const GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let config = Config::read(|_| None, &BTreeMap::new())?;
+    println!("hosts of 8 ranks, 20 us, defaults of `farandole simulate`; efficiency in percent");
+    println!("{:<12} {:>8} {:>8} {:>8} {:>8} {:>8}", "model", "Gbit/s", 8, 64, 512, 4096);
+    for name in Model::NAMES {
+        for gigabits in [25.0, 100.0] {
+            let mut row = format!("{name:<12} {gigabits:>8}");
+            for ranks in [8, 64, 512, 4096] {
+                let efficiency = efficiency(name, ranks / 8, ranks, gigabits, &config)?;
+                row.push_str(&format!(" {:>8.1}", efficiency * 100.0));
+            }
+            println!("{row}");
+        }
+    }
+    println!("\n512 ranks on 64 hosts, 25 Gbit/s");
+    for (name, goal) in GOALS {
+        let found = efficiency(name, 64, 512, 25.0, &config)?;
+        let verdict = if found >= goal { "met" } else { "missed" };
+        println!("{name}: {:.1} %, goal {:.0} %: {verdict}", found * 100.0, goal * 100.0);
+    }
+    println!("\n512 ranks on 128 hosts, 25 Gbit/s, as in Horovod's paper");
+    for name in ["resnet50", "vgg16"] {
+        println!("{name}: {:.1} %", efficiency(name, 128, 512, 25.0, &config)? * 100.0);
+    }
+    for published in PUBLISHED {
+        println!("published: {} {:.0} %", published.model, published.efficiency * 100.0);
+    }
+    println!("\nforming a world, 1 ms");
+    for ranks in [512, 4096] {
+        let latency = std::time::Duration::from_millis(1);
+        let forming = Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? })?;
+        println!("{ranks} ranks: {forming:?}");
+    }
+    Ok(())
+}
+
+fn efficiency(
+    name: &str,
+    hosts: u32,
+    ranks: u32,
+    gigabits: f64,
+    config: &Config,
+) -> Result<f64, Box<dyn std::error::Error>> {
+    let cluster = Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, ranks)? };
+    let model = Model::named(name).ok_or("no such model")?;
+    let mut collective = Collective::new(&cluster, config)?;
+    let control = Control::simulate(&cluster)?;
+    let step = Step::simulate(&mut collective, &control, &model, model.timing, config.fusion_threshold)?;
+    Ok(step.efficiency())
+}
