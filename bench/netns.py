@@ -104,9 +104,7 @@ def plugged(number: int, rate: str) -> tuple[str, str]:
         command("ip", "address", "add", f"{SUBNET}.{number + 1}/24", "dev", card)
         command("ip", "link", "set", card, "up")
         if rate != "0":
-            command(
-                "tc", "qdisc", "add", "dev", card, "root", "tbf", "rate", rate, "burst", "512kb", "latency", "20ms"
-            )
+            command("tc", "qdisc", "add", "dev", card, "root", "tbf", "rate", rate, "burst", "512kb", "latency", "20ms")
     return line, card
 
 

@@ -96,6 +96,17 @@ struct Report {
 
 /// Runs it.
 pub(crate) fn simulate(matches: &ArgMatches) -> Result<i32> {
+    let report = answer(matches)?;
+    let mut out = std::io::stdout();
+    if matches.get_flag("json") {
+        writeln!(out, "{}", report.json())?;
+    } else {
+        writeln!(out, "{}", report.lines().join("\n"))?;
+    }
+    Ok(0)
+}
+
+fn answer(matches: &ArgMatches) -> Result<Report> {
     let cluster = cluster(matches)?;
     let config = Config::read(environment, &BTreeMap::new())?;
     let mut collective = Collective::new(&cluster, &config)?;
@@ -118,14 +129,7 @@ pub(crate) fn simulate(matches: &ArgMatches) -> Result<i32> {
         }
     };
     let forming = Forming::simulate(&cluster)?;
-    let report = Report { cluster, forming, control, allreduces, step };
-    let mut out = std::io::stdout();
-    if matches.get_flag("json") {
-        writeln!(out, "{}", report.json())?;
-    } else {
-        writeln!(out, "{}", report.lines().join("\n"))?;
-    }
-    Ok(0)
+    Ok(Report { cluster, forming, control, allreduces, step })
 }
 
 fn cluster(matches: &ArgMatches) -> Result<Cluster> {
@@ -328,26 +332,23 @@ mod tests {
 
     #[test]
     fn a_report_is_the_same_in_words_and_in_json() {
-        let cluster = Cluster::new(2, 4).unwrap();
-        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-        let mut collective = Collective::new(&cluster, &config).unwrap();
-        let allreduces = vec![collective.simulate(1 << 20).unwrap()];
-        let control = Control::simulate(&cluster).unwrap();
-        let model = Model::named("vgg16").unwrap();
-        let timing = model.timing;
-        let step =
-            Step::simulate(&mut collective, &control, &model, timing, config.fusion_threshold).unwrap();
-        let forming = Forming::simulate(&cluster).unwrap();
-        let (cluster, step) = (cluster.clone(), Some((model, timing, step)));
-        let report = Report { cluster, forming, control, allreduces, step };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("schedule.goal");
+        let line =
+            "--ranks 512 --hosts 64 --bandwidth 25 --latency 20 --model resnet50 --bytes 4,1M,64M --goal";
+        let report = answer(&read(&format!("{line} {}", path.display())).unwrap()).unwrap();
         let (lines, json) = (report.lines(), report.json());
-        assert!(lines[0].starts_with("4 ranks on 2 hosts, 25 Gbit/s, 20 us"), "{}", lines[0]);
-        assert!(lines.iter().any(|line| line.contains("hierarchy") && line.contains("1048576")));
-        assert_eq!(json["allreduces"][0]["algorithm"], "hierarchy");
+        println!("{}", lines.join("\n"));
+        assert_eq!(lines[0], "512 ranks on 64 hosts, 25 Gbit/s, 20 us");
+        assert!(lines.iter().any(|line| line.contains("hierarchy") && line.contains("67108864")));
+        assert_eq!(json["allreduces"][0]["algorithm"], "doubling");
+        assert_eq!(json["allreduces"][2]["algorithm"], "hierarchy");
         let efficiency = json["step"]["efficiency"].as_f64().unwrap() * 100.0;
         assert!(
             lines.iter().any(|line| line.contains(&format!("efficiency {efficiency:.1} %"))),
             "{lines:?}"
         );
+        let schedule = std::fs::read_to_string(path).unwrap();
+        assert!(schedule.starts_with("num_ranks 512\n\nrank 0 {\nl0: "), "{}", &schedule[..80]);
     }
 }

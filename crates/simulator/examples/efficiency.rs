@@ -6,12 +6,27 @@
 //! `cargo run --release -p farandole-simulator --example efficiency`
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use farandole_config::Config;
 use farandole_simulator::{Cluster, Collective, Control, Forming, Model, PUBLISHED, Step};
 
 /// Efficiencies at 512 ranks and 25 Gbit/s that the project wants to reach.
 const GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
+
+/// What is left out, to see what limits.
+const LIMITS: [(&str, fn(&mut Cluster)); 5] = [
+    ("as it is", |_| {}),
+    ("messages cost nothing", |cluster| cluster.message = Duration::ZERO),
+    ("unlimited memory", |cluster| cluster.memory_rate = 1e18),
+    ("unlimited copies and reductions", |cluster| cluster.copy_rate = 1e18),
+    ("unlimited cores and memory", |cluster| {
+        cluster.message = Duration::ZERO;
+        cluster.memory_rate = 1e18;
+        cluster.copy_rate = 1e18;
+        cluster.socket_rate = 1e18;
+    }),
+];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config = Config::read(|_| None, &BTreeMap::new())?;
@@ -40,9 +55,23 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for published in PUBLISHED {
         println!("published: {} {:.0} %", published.model, published.efficiency * 100.0);
     }
+    println!("\n512 ranks on 64 hosts, 25 Gbit/s: milliseconds of 64 MiB; efficiency of resnet50 and vgg16");
+    for (what, change) in LIMITS {
+        let mut cluster = Cluster::new(64, 512)?;
+        change(&mut cluster);
+        let time = Collective::new(&cluster, &config)?.simulate(64 << 20)?.time;
+        let (resnet, vgg) = (of("resnet50", &cluster, &config)?, of("vgg16", &cluster, &config)?);
+        let ms = time.as_secs_f64() * 1e3;
+        println!(
+            "{what:<32} {ms:>8.1} {:>6.1} {:>6.1}",
+            resnet.efficiency() * 100.0,
+            vgg.efficiency() * 100.0
+        );
+        println!("  resnet50: {resnet:?}");
+    }
     println!("\nforming a world, 1 ms");
     for ranks in [512, 4096] {
-        let latency = std::time::Duration::from_millis(1);
+        let latency = Duration::from_millis(1);
         let forming = Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? })?;
         println!("{ranks} ranks: {forming:?}");
     }
@@ -57,9 +86,12 @@ fn efficiency(
     config: &Config,
 ) -> Result<f64, Box<dyn std::error::Error>> {
     let cluster = Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, ranks)? };
+    Ok(of(name, &cluster, config)?.efficiency())
+}
+
+fn of(name: &str, cluster: &Cluster, config: &Config) -> Result<Step, Box<dyn std::error::Error>> {
     let model = Model::named(name).ok_or("no such model")?;
-    let mut collective = Collective::new(&cluster, config)?;
-    let control = Control::simulate(&cluster)?;
-    let step = Step::simulate(&mut collective, &control, &model, model.timing, config.fusion_threshold)?;
-    Ok(step.efficiency())
+    let mut collective = Collective::new(cluster, config)?;
+    let control = Control::simulate(cluster)?;
+    Ok(Step::simulate(&mut collective, &control, &model, model.timing, config.fusion_threshold)?)
 }

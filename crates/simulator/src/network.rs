@@ -32,20 +32,20 @@ impl Network {
         Self { cluster: cluster.clone(), memory: free(), out: free(), incoming: free() }
     }
 
-    /// Copying so many bytes.
+    /// Copying so many bytes between a tensor and a ring, which is in the cache.
     pub(crate) fn copy(&self, bytes: f64) -> Cost {
-        Cost { core: bytes / self.cluster.copy_rate, memory: 2.0 * bytes }
+        Cost { core: bytes / self.cluster.copy_rate, memory: bytes }
     }
 
-    /// Reading and writing so many bytes: a copy does both to each byte.
+    /// Reading and writing so many bytes, half of them in the cache: a copy does both to each byte.
     pub(crate) fn touch(&self, bytes: f64) -> Cost {
-        Cost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes }
+        Cost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
     }
 
-    /// Sending or receiving messages between hosts: the kernel copies, and sealing reads and writes.
+    /// Sending or receiving messages between hosts: the kernel copies, and the interface reads or writes memory.
     pub(crate) fn socket(&self, bytes: f64, messages: f64) -> Cost {
         let core = bytes / self.cluster.socket_rate + messages * self.cluster.message.as_secs_f64();
-        Cost { core, memory: 4.0 * bytes }
+        Cost { core, memory: bytes }
     }
 
     /// When a core is done with something that it begins now.
