@@ -52,6 +52,7 @@ torch.set_num_threads(1)
 # From init on the others wait for a newcomer.
 network = torch.nn.Linear(width, width)
 hvd.init()
+(notes / f"{os.getpid()}.began").write_text(str(time.monotonic()))
 optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters(), fault_tolerant=True)
 note = (notes / f"{os.getpid()}-{socket.gethostname()}.steps").open("w", buffering=1)
@@ -199,13 +200,19 @@ def spare_here(folder: Path) -> float:
     return took
 
 
-def joins_here(folder: Path) -> tuple[float, float]:
-    """A new worker with 1 GB of parameters and momentum: the survivors' longest pause, and a usual step."""
+def joins_here(folder: Path) -> tuple[float, float, float]:
+    """A new worker with 1 GB of parameters and momentum: the survivors' longest pause, a usual step, and a first one.
+
+    The first step is that of processes that begin together, from `init` on: like a new worker, they get their memory
+    from the system, but they transfer no state.
+    """
     width = 11_180  # 125 M parameters, and as many numbers of momentum
     run = here(folder, "-np", 2, "--min-np", 1, "-H", "localhost:2", width=width)
     run.until_size(2, 0.0, 2)
     time.sleep(5.0)
     before = run.steps()
+    began = {path.stem: float(path.read_text()) for path in run.notes.glob("*.began")}
+    first = max(told[0][0] - began[name.partition("-")[0]] for name, told in before.items())
     victim = min(before)
     began = time.monotonic()
     run.kill(victim)
@@ -216,7 +223,7 @@ def joins_here(folder: Path) -> tuple[float, float]:
     times = [at for at, _, _ in told if at > alone]
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     run.end()
-    return max(pauses), statistics.median(pauses)
+    return max(pauses), statistics.median(pauses), first
 
 
 def between_hosts(folder: Path, fault: str) -> float:
@@ -322,8 +329,11 @@ def main() -> None:
     else:
         print(f"between hosts: {reason}")
     with tempfile.TemporaryDirectory() as folder:
-        pause, usual = joins_here(Path(folder))
+        pause, usual, first = joins_here(Path(folder))
     row("a worker joins, 1 GB: the survivors' longest pause", pause, usual + 1.0, "s")
+    print(
+        f"    a first step of processes that begin together took {first:.3f} s, a usual one {usual:.3f} s", flush=True
+    )
     costs()
     with tempfile.TemporaryDirectory() as folder:
         share, kills = goodput(Path(folder), arguments.goodput)

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use farandole_config::environment;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Seconds of a target that nobody gave a budget.
 const QUICK: u64 = 1;
@@ -99,6 +100,43 @@ pub fn cases(mut case: impl FnMut(&mut Random)) {
             return;
         }
     }
+}
+
+/// How many times longer than its limit a case may take on a busy machine.
+const BUSY: u32 = 12;
+
+/// Asserts at its end that a case took no longer than a limit.
+///
+/// The processor time of the process counts, because a busy machine may give it little in a long time; the time on the
+/// wall counts where it is less, because other tests of the process take processor time, too. A case that waits takes no
+/// processor time, so the time on the wall has a limit as well, which is twelve times as long.
+#[derive(Debug)]
+pub struct Limit {
+    most: Duration,
+    start: Instant,
+    spent: Duration,
+}
+
+impl Limit {
+    /// From now on.
+    pub fn of(most: Duration) -> Self {
+        Self { most, start: Instant::now(), spent: spent() }
+    }
+
+    /// The end of what is limited.
+    ///
+    /// # Panics
+    /// It took longer.
+    pub fn check(self) {
+        let (wall, processor) = (self.start.elapsed(), spent().saturating_sub(self.spent));
+        let is_within = wall.min(processor) < self.most && wall < self.most * BUSY;
+        assert!(is_within, "took {wall:?}, and {processor:?} of processor time");
+    }
+}
+
+/// The processor time of this process so far.
+fn spent() -> Duration {
+    clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default()
 }
 
 /// Runs the ignored test `name` of this program in a process of its own, whose memory may be limited and which may be

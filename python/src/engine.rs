@@ -21,7 +21,7 @@ use crate::device::{DeviceMemory, Given, Reached, Spot, Spots, device_memory, op
 use crate::error::{WorkerDismissed, raise};
 use crate::registrar::configuration;
 use crate::runtime;
-use crate::tensor::{Gathered, Mapped, buffer, dtype, reduce_op};
+use crate::tensor::{Gathered, Mapped, buffer, copy_memory, dtype, reduce_op};
 
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -57,6 +57,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(mapped, module)?)?;
+    module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
     module.add_function(wrap_pyfunction!(device_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;

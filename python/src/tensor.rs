@@ -245,6 +245,35 @@ impl Mapped {
     }
 }
 
+/// Copies memory past the caches: for each copy, the address to write to, the address to read from, and the number of bytes.
+///
+/// Raises:
+///     `ValueError`: Both ranges of a copy have bytes in common, or one lies nowhere. Nothing was copied then.
+#[pyfunction]
+#[pyo3(signature = (copies, /))]
+pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) -> PyResult<()> {
+    let is_sound = |(to, from, bytes): &(usize, usize, usize)| {
+        *bytes == 0 || (*to != 0 && *from != 0 && to.abs_diff(*from) >= *bytes)
+    };
+    if let Some((to, from, bytes)) = copies.iter().find(|copy| !is_sound(copy)) {
+        return Err(PyValueError::new_err(format!("{bytes} bytes from {from:#x} to {to:#x}")));
+    }
+    py.detach(|| {
+        for (to, from, bytes) in copies.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
+            // SAFETY: the caller passes the addresses of two live tensors of this length, of which nobody writes the first
+            // or reads the second until the call returns; they were seen to have nothing in common.
+            let (from, to) = unsafe {
+                (
+                    std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), bytes),
+                    std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(to), bytes),
+                )
+            };
+            copy_past_caches(from, to);
+        }
+    });
+    Ok(())
+}
+
 /// Fills a view of memory.
 ///
 /// # Safety

@@ -62,6 +62,20 @@ def test_a_spare_takes_over_without_waiting_for_the_cooldown(launch: Start, trai
     finish(run, 2)
 
 
+def test_a_worker_imports_what_optimizers_import_before_it_joins_a_world_that_waits(
+    launch: Start, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport torch\nimport farandole.torch as hvd\nassert 'torch._dynamo' not in sys.modules\n"
+        "hvd.init()\nprint('loaded', 'torch._dynamo' in sys.modules, flush=True)\n"
+    )
+    for flags, is_loaded in (("--min-np", 1), True), ((), False):
+        run = launch("-np", 1, *flags, sys.executable, script)
+        assert run.wait() == 0, run.err.read_text()
+        assert f":loaded {is_loaded}" in run.out.read_text()
+
+
 def test_all_workers_that_are_killed_are_started_again(launch: Start, train) -> None:
     run = launch("-np", 2, "--min-np", 2, *QUICK, *train())
     before = members(run, 2)

@@ -7,7 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from farandole._native import engine
 from farandole.torch.elastic.state import ModelStateHandler, OptimizerStateHandler
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def threads(request):
+    """One thread copies past the caches; several use torch's own copy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def network() -> torch.nn.Module:
@@ -57,6 +67,29 @@ def test_a_commit_writes_over_the_memory_of_the_one_before_the_last() -> None:
         places.append(handler._saved["0.weight"].data_ptr())
     assert places[0] == places[2] != places[1] == places[3]
     assert handler._saved._metadata == model.state_dict()._metadata
+
+
+def test_tensors_whose_memory_is_not_in_their_order_are_kept() -> None:
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    handler = ModelStateHandler(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.add_(1)
+        handler.save()
+    committed = values(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    handler.restore()
+    assert torch.equal(model.weight, committed["weight"])
+
+
+def test_memory_is_not_copied_over_itself() -> None:
+    memory = torch.zeros(100, dtype=torch.uint8)
+    place = memory.data_ptr()
+    for copy in [(place, place + 49, 50), (place + 49, place, 50), (0, place, 1), (place, 0, 1)]:
+        with pytest.raises(ValueError, match="bytes from 0x"):
+            engine.copy_memory([(place, place + 50, 1), copy])
+    engine.copy_memory([(0, 0, 0), (place, place + 50, 50)])
 
 
 def test_a_commit_that_is_interrupted_changes_nothing() -> None:

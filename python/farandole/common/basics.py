@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from farandole.common.process_sets import ProcessSet
 
+_before_elastic: list[Callable[[], None]] = []
 _on_init: list[Callable[[], None]] = []
 _place_taken: tuple[str, int] | None = None
 
@@ -30,6 +31,15 @@ _place_taken: tuple[str, int] | None = None
 def on_init(reset: Callable[[], None]) -> None:
     """Has `reset` called whenever a new world begins; framework modules drop what belonged to the last one."""
     _on_init.append(reset)
+
+
+def before_elastic(load: Callable[[], None]) -> None:
+    """Has `load` called before this process joins a world of an elastic job.
+
+    Framework modules import there what scripts use after `init`: the other ranks of a running job wait for a new one
+    from then on.
+    """
+    _before_elastic.append(load)
 
 
 def take_place(ticket: str, rank: int) -> None:
@@ -124,6 +134,9 @@ def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int
         told = _place(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
+    if notices.is_elastic() and not engine.is_initialized():
+        for load_ahead in _before_elastic:
+            load_ahead()
     with notices.heeded():  # a spare waits here for as long as the job lasts
         if not engine.init(members, process_sets, dynamic, told):
             return False

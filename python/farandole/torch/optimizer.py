@@ -16,6 +16,7 @@ from farandole.common.notices import heed, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op, rounds_sums
 from farandole.torch._buckets import Options
+from farandole.torch._compiler import load_compiler
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
@@ -361,3 +362,6 @@ def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:
     reducer.tolerance = tolerance
     heed()
     tolerance.enter()
+
+
+basics.before_elastic(load_compiler)

@@ -3,7 +3,7 @@
 
 //! A gather list: many buffers as one range of bytes, so that fused tensors need no packing.
 
-use super::Buffer;
+use super::{Buffer, copy_past_caches};
 
 /// Host buffers of one operation, end to end. The methods are safe because an operation's buffers are, by the promise
 /// made at `Buffer::from_raw`, nobody else's until it completes, and every slice made here ends with its call.
@@ -46,6 +46,21 @@ impl Flat {
             let bytes = unsafe { buffer.bytes_mut() };
             bytes.copy_from_slice(&from[offset..offset + bytes.len()]);
         });
+    }
+
+    /// As [`Flat::write`], past the caches.
+    pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
+        self.pieces(at, from.len(), |offset, buffer| {
+            // SAFETY: as in `write`.
+            let bytes = unsafe { buffer.bytes_mut() };
+            copy_past_caches(&from[offset..offset + bytes.len()], bytes);
+        });
+    }
+
+    /// Whether no buffer is that of the other list at the same position.
+    pub(crate) fn is_apart_from(&self, other: &Self) -> bool {
+        let pairs = self.buffers.iter().zip(&other.buffers);
+        pairs.into_iter().all(|(own, other)| own.address() != other.address())
     }
 
     /// Shows `len` bytes from position `at` on, piece by piece, each with its offset from `at`.

@@ -44,6 +44,9 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 const OVERLAP: usize = 4;
 /// Bytes reduced before they are copied on: they are still in the first-level cache.
 const BLOCK: usize = 16 << 10;
+/// Bytes from which on results go past the caches to memory that is not the input's: no cache holds all of them until
+/// they are read, and the lines of that memory need not be read first.
+const PAST_CACHES: usize = 32 << 20;
 
 /// Where in the sequence of messages one direction of a link is: even slots are posts, odd ones results.
 #[derive(Clone, Copy, Debug, Default)]
@@ -130,6 +133,7 @@ pub(super) struct Pipeline {
     reducer: Reducer,
     inputs: Flat,
     outputs: Flat,
+    past_caches: bool,
     cut: Cut,
     member: usize,
     streams: Vec<Stream>,
@@ -155,7 +159,8 @@ impl Pipeline {
             Stream { peer, writing: cut.seek(0, peer, member), reading: cut.seek(0, member, peer) }
         };
         let streams = (0..peers.links.len()).map(stream).collect();
-        Ok(Self { reducer, inputs, outputs, cut, member, streams })
+        let past_caches = inputs.len() >= PAST_CACHES && outputs.is_apart_from(&inputs);
+        Ok(Self { reducer, inputs, outputs, past_caches, cut, member, streams })
     }
 
     /// Sends what the link can take of the peer's part.
@@ -175,7 +180,8 @@ impl Pipeline {
         let Stream { peer, reading, .. } = &mut self.streams[index];
         let Some(t) = reading.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
         let (start, outputs) = (self.cut.chunk_of(*peer, t).0, &self.outputs);
-        let any = reading.message.take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
+        let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
+        let any = reading.message.take(&mut *link.receiver, |at, from| store(outputs, start + at, from))?;
         if reading.message.is_finished() {
             *reading = self.cut.seek(reading.slot + 1, self.member, *peer);
         }
@@ -194,6 +200,7 @@ impl Pipeline {
         }
         let start = self.cut.chunk_of(self.member, t).0 + message.done();
         let Self { reducer, inputs, outputs, member, .. } = &*self;
+        let store = if self.past_caches { Flat::write_past_caches } else { Flat::write };
         let wire = with_windows(links, |incoming, outgoing| {
             let lengths = incoming.iter().map(|window| window.len());
             let shortest = lengths.chain(outgoing.iter().map(|window| window.len())).min().unwrap_or(0);
@@ -208,7 +215,7 @@ impl Pipeline {
                     let out = &mut result[offset..offset + own.len()];
                     reduce_in_order(reducer, *member, incoming, here, own, out);
                 });
-                outputs.write(start + from, result);
+                store(outputs, start + from, result);
                 for other in others {
                     other[block.clone()].copy_from_slice(result);
                 }

@@ -5,11 +5,46 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+from farandole._native import engine
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second tensor of each pair to the first, in this thread, past the caches: nobody reads it soon."""
+    engine.copy_memory([(room.data_ptr(), source.data_ptr(), source.nbytes) for room, source in pairs])
+
+
+def _is_plain(value: torch.Tensor, room: torch.Tensor) -> bool:
+    """Whether the elements of both are the same bytes in the same order, in the memory of this process."""
+    return value.device.type == "cpu" and value.is_contiguous() and room.is_contiguous()
+
+
+class Now:
+    """Copies of tensors that are made together."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
+        """Whether `make` copies a tensor. Where torch uses several threads, its own copy is faster.
+
+        Args:
+            value: The tensor.
+            room: Memory for the copy.
+        """
+        if torch.get_num_threads() > 1 or not _is_plain(value, room):
+            return False
+        self._pairs.append((room, value.detach()))
+        return True
+
+    def make(self) -> None:
+        """Copies everything that was taken."""
+        pairs, self._pairs = self._pairs, []
+        _copy(pairs)
 
 
 class Later:
@@ -57,9 +92,7 @@ class Later:
             value: The tensor.
             room: Memory for the copy.
         """
-        if value.device.type != "cpu" or value.data_ptr() not in self._addresses:
-            return False
-        if not (value.is_contiguous() and room.is_contiguous()):
+        if value.data_ptr() not in self._addresses or not _is_plain(value, room):
             return False
         self._pairs.append((room, value.detach()))
         return True
@@ -71,13 +104,8 @@ class Later:
             return
         self.whole = Future()
         self._sources = [(source, source._version) for _, source in pairs]  # noqa: SLF001 - torch has no other name for it
-
-        def copy_all() -> None:
-            # Torch's own copy would start threads of its own here.
-            for room, source in pairs:
-                ctypes.memmove(room.data_ptr(), source.data_ptr(), source.nbytes)
-
-        self._under_way = self._thread.submit(copy_all)
+        # Torch's own copy would start threads of its own there.
+        self._under_way = self._thread.submit(_copy, pairs)
 
     def wait(self) -> None:
         """Waits for the copies.
@@ -116,21 +144,29 @@ def copied(value: Any, room: Any, later: Later | None = None) -> Any:
         room: An earlier copy, whose tensors are written over where they fit: new memory costs more than the copying.
         later: Takes tensors that may be copied later.
     """
+    now = Now()
+    taken = _copied(value, room, (now,) if later is None else (later, now))
+    now.make()
+    return taken
+
+
+def _copied(value: Any, room: Any, takers: tuple[Now | Later, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         if (
             isinstance(room, torch.Tensor)
             and (room.shape, room.dtype, room.device) == (value.shape, value.dtype, value.device)
             and room.layout == value.layout == torch.strided
         ):
-            return room if later is not None and later.takes(value, room) else room.copy_(value.detach())
+            is_taken = any(taker.takes(value, room) for taker in takers)
+            return room if is_taken else room.copy_(value.detach())
         return value.detach().clone()
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
         taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
         for key, entry in value.items():
-            taken[key] = copied(entry, rooms.get(key), later)
+            taken[key] = _copied(entry, rooms.get(key), takers)
         return taken
     if type(value) in (list, tuple):
         rooms = room if isinstance(room, list | tuple) and len(room) == len(value) else [None] * len(value)
-        return type(value)(copied(entry, place, later) for entry, place in zip(value, rooms, strict=True))
+        return type(value)(_copied(entry, place, takers) for entry, place in zip(value, rooms, strict=True))
     return copy.deepcopy(value)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""torch's compiler, which the constructor of every torch optimizer imports."""
+
+import importlib
+
+
+def load_compiler() -> None:
+    """Imports the compiler now, which takes a second on an idle core and several on busy ones.
+
+    Scripts construct an optimizer after `init`. The ranks of an elastic job would wait for a new one meanwhile.
+    """
+    importlib.import_module("torch._dynamo")
