@@ -5,8 +5,10 @@
 
 use crate::Cluster;
 
-/// The least time after which Linux sends again what nobody has acknowledged.
+/// The least time after which Linux sends a lone packet again that nobody has acknowledged.
 const TIMEOUT: f64 = 0.2;
+/// What Linux waits besides two round trips before it probes for the loss of the last of several packets.
+const PROBE: f64 = 0.008;
 
 /// Memory and interfaces. Whoever takes them must come in the order of time.
 pub(crate) struct Network {
@@ -83,7 +85,7 @@ impl Network {
         let packets = (bytes / self.cluster.segment()).ceil().max(messages);
         if chance < 1.0 - arrives.powf(messages) {
             // Nothing comes after a last packet that would tell of its loss.
-            TIMEOUT
+            if packets > messages { PROBE + 4.0 * self.cluster.latency.as_secs_f64() } else { TIMEOUT }
         } else if chance < 1.0 - arrives.powf(packets) {
             2.0 * self.cluster.latency.as_secs_f64()
         } else {
