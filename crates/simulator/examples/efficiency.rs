@@ -14,8 +14,11 @@ use farandole_simulator::{Cluster, Collective, Control, Forming, Model, PUBLISHE
 /// Efficiencies at 512 ranks and 25 Gbit/s that the project wants to reach.
 const GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
 
+/// Changes a cluster.
+type Change = fn(&mut Cluster);
+
 /// What is left out, to see what limits.
-const LIMITS: [(&str, fn(&mut Cluster)); 5] = [
+const LIMITS: [(&str, Change); 5] = [
     ("as it is", |_| {}),
     ("messages cost nothing", |cluster| cluster.message = Duration::ZERO),
     ("unlimited memory", |cluster| cluster.memory_rate = 1e18),
