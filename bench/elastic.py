@@ -6,7 +6,7 @@ Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of 
 host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
 namespaces, which needs root and Debian's packages (.ci/packages). Cost is a ratio of steps taken in turns by the same
 processes. Peers' published times to recover are torchft's 120 to 948 s at scale, and 105 s of commercial systems.
-Writes bench/results/elastic.json.
+Writes bench/results/elastic.json, and with --cost only bench/results/elastic-cost.json.
 
     .venv/bin/python bench/elastic.py [--repeat 5] [--goodput 600]
     .venv/bin/python bench/elastic.py --cost
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
     parser.add_argument("--rounds", type=int, default=8, help="of ten steps of each kind, for the cost without a fault")
-    parser.add_argument("--cost", action="store_true", help="measure only the cost without a fault, and save nothing")
+    parser.add_argument("--cost", action="store_true", help="measure only the cost without a fault")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -317,6 +317,8 @@ def main() -> None:
 
     if arguments.cost:
         costs()
+        if not arguments.keep:
+            save("elastic-cost", {"rows": rows})
         return
     row("SIGKILL of 1 of 4 here -> a step of the 3 survivors", middle(killed_here, arguments.repeat), 0.3, "s")
     row("SIGKILL of 1 of 4 here -> a step of 4, by a spare", middle(spare_here, arguments.repeat), 1.5, "s")

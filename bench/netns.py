@@ -56,10 +56,10 @@ def bridge() -> None:
 class Host:
     """A namespace with one agent process in it, which runs the ranks of this host."""
 
-    def __init__(self, number: int, arguments: list[str]) -> None:
-        """Starts the process and plugs its cable in; it runs nothing before `start`."""
+    def __init__(self, number: int, arguments: list[str], script: str = __file__) -> None:
+        """Starts the process of `script` and plugs its cable in; it runs nothing before `start`."""
         self.number = number
-        own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, __file__, "--agent", str(number)]
+        own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, script, "--agent", str(number)]
         self.process = subprocess.Popen([*own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         # Its first line says that it is in its namespaces.
         if next(self.lines(), "") != "ready":
@@ -93,22 +93,28 @@ class Host:
         subprocess.run(["ip", "link", "delete", f"port{self.number}"], check=False, capture_output=True)
 
 
+def plugged(number: int, rate: str) -> tuple[str, str]:
+    """In the process of a host: says that it is there, and brings its network up; the line it got, and its card."""
+    command("hostname", f"host{number}")
+    print("ready", flush=True)
+    line = sys.stdin.readline().strip()
+    card = f"eth{number}"
+    if line:
+        command("ip", "link", "set", "lo", "up")
+        command("ip", "address", "add", f"{SUBNET}.{number + 1}/24", "dev", card)
+        command("ip", "link", "set", card, "up")
+        if rate != "0":
+            command("tc", "qdisc", "add", "dev", card, "root", "tbf", "rate", rate, "burst", "512kb", "latency", "20ms")
+    return line, card
+
+
 def agent(number: int, arguments: argparse.Namespace) -> None:
     """The process of a host: brings its network up and runs one worker per rank."""
     from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
 
-    command("hostname", f"host{number}")
-    print("ready", flush=True)
-    ticket = sys.stdin.readline().strip()
+    ticket, card = plugged(number, arguments.rate)
     if not ticket:
         return
-    card = f"eth{number}"
-    command("ip", "link", "set", "lo", "up")
-    command("ip", "address", "add", f"{SUBNET}.{number + 1}/24", "dev", card)
-    command("ip", "link", "set", card, "up")
-    if arguments.rate != "0":
-        shape = ["rate", arguments.rate, "burst", "512kb", "latency", "20ms"]
-        command("tc", "qdisc", "add", "dev", card, "root", "tbf", *shape)
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": card}
     worker = [sys.executable, __file__, "--worker", "--seconds", str(arguments.seconds), "--sizes"]
     worker += map(str, arguments.sizes)

@@ -3,6 +3,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 #
 # Allreduce between hosts that are network namespaces, next to torch Gloo in the same layout: see netns.py.
+# SCRIPT runs another one in the same way: see simulated.sh.
 # Everything lives in nameless namespaces whose first process dies with this script, so nothing is left behind.
 set -eu
 cd "$(dirname "$0")/.."
@@ -18,4 +19,4 @@ for tool in unshare ip; do
 done
 inside="unshare --net --ipc --uts --pid --fork --kill-child --mount-proc --"
 $inside ip link add probe type veth peer name eborp 2>/dev/null || skip "this kernel gives no namespaces with veth pairs"
-exec $inside "$PYTHON" bench/netns.py "$@"
+exec $inside "$PYTHON" "${SCRIPT:-bench/netns.py}" "$@"

@@ -40,7 +40,7 @@ def start(bed: Hosts) -> Job:
     """The job, once all eight workers train."""
     bed.write("train.py", Path(__file__).with_name("train.py").read_text())
     bed["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
-    script = ("--host-discovery-script", "cat hosts", "--discovery-timeout", 2)
+    script = ("--host-discovery-script", "cat hosts && touch found", "--discovery-timeout", 2)
     words = (*script, *FLAGS, sys.executable, "train.py")
     job = Job(bed, lambda: bed.launch(*words), random.Random(SEED))
     until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.said[-5000:]}", 120.0)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -103,7 +104,10 @@ def play(host, **changes):
     import farandole
 
     version = farandole.__version__
-    hello = {"version": 2, "farandole": version, "python": "3.11.7", "executable": sys.executable, "host": host.name}
+    source = (Path(__file__).parents[2] / "crates" / "launcher" / "src" / "orders.rs").read_text()
+    protocol = int(re.search(r"const VERSION: u32 = (\d+);", source)[1])
+    hello = {"version": protocol, "farandole": version, "python": "3.11.7"}
+    hello |= {"executable": sys.executable, "host": host.name}
     host.write("/run/played/__init__.py", "")
     host.write("/run/played/__main__.py", PLAYED.replace("{hello}", repr(hello | changes)))
     host.mount("/run/played", Path(farandole.__file__).parent)

@@ -27,7 +27,7 @@ from farandole.spark.common.show.progress import Progress
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch.callbacks import Callback
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
@@ -69,6 +69,7 @@ class Slow(Callback):
         assert len(set(hvd.allgather(torch.tensor([state.step])).tolist())) == 1
 
 
+@pytest.mark.slow
 def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path, monkeypatch):
     x, y = line(2000)
     write(tmp_path / "intermediate_train_data", x=x, y=y)

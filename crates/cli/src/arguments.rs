@@ -6,7 +6,7 @@
 use clap::{ArgMatches, Command};
 
 use crate::run::flags::FLAGS;
-use crate::{agent, bench, data, explain, run, store, timeline, ui};
+use crate::{agent, bench, data, explain, run, simulate, store, timeline, ui};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -23,6 +23,7 @@ pub(crate) fn command() -> Command {
         .subcommand(ui::command())
         .subcommand(explain::command())
         .subcommand(timeline::command())
+        .subcommand(simulate::command())
         .subcommand(
             Command::new("doctor")
                 .about("Reports what is installed, which links and devices work, and what is wrong."),

@@ -116,7 +116,7 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
 }
 
 /// Bytes with `K`, `M` or `G` for powers of 1024.
-fn bytes(text: &str) -> Result<u64> {
+pub(crate) fn bytes(text: &str) -> Result<u64> {
     let text = text.trim();
     let upper = text.to_ascii_uppercase();
     let (digits, shift) = [("K", 10), ("M", 20), ("G", 30)]

@@ -6,7 +6,7 @@
 //! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` measures
 //! collectives, `data` prepares and shows data, `store` lists and cleans up stores, `ui` shows their runs in the
 //! browser, `explain` says what limits the speed of a run, `timeline` merges the timelines of ranks, `doctor` says what
-//! works on this machine.
+//! works on this machine, `simulate` computes how long things take on a cluster that is not there.
 //! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which
 //! passes an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -27,6 +27,7 @@ mod doctor;
 mod explain;
 mod logging;
 mod run;
+mod simulate;
 mod store;
 mod surroundings;
 mod timeline;
@@ -61,6 +62,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "doctor" => doctor::doctor(surroundings),
         "explain" => explain::explain_run(&matches),
         "run" => run::run(called, &matches, surroundings),
+        "simulate" => simulate::simulate(&matches),
         "store" => store::store(&matches),
         "timeline" => timeline::timeline(&matches),
         "ui" => ui::ui(&matches, surroundings),

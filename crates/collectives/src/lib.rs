@@ -62,4 +62,4 @@ pub use communicator::{CARD, Communicator, Device, Event, Fabric, Operation, Roo
 pub use crossover::{Algorithm, Crossover};
 pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
-pub use host::HostCommunicator;
+pub use host::{HostCommunicator, program};

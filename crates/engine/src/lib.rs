@@ -45,6 +45,7 @@ mod engine;
 mod error;
 mod hash;
 mod options;
+pub mod outline;
 mod progress;
 mod registry;
 mod request;

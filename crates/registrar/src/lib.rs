@@ -43,6 +43,7 @@ mod journal;
 mod kv;
 mod meetings;
 mod membership;
+pub mod outline;
 mod secret;
 mod server;
 mod ticket;

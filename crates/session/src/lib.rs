@@ -51,6 +51,7 @@ mod started;
 mod wishes;
 
 pub use error::{Error, Result};
+pub use links::{crossover, ring_bytes};
 pub use process::{begin, current, init, is_initialized, shutdown};
 pub use rejoin::{host_changes, resign};
 pub use session::Session;

@@ -67,6 +67,11 @@ pub(crate) fn data_capacity(world: &World, budget: u64) -> usize {
     fair(world, budget, if cached >= SHORT { cached.min(MOST) } else { MOST })
 }
 
+/// Bytes of each ring between two ranks of a world with these settings.
+pub fn ring_bytes(world: &World, config: &Config) -> usize {
+    data_capacity(world, budget(world, config))
+}
+
 /// As [`data_capacity`], in a process set besides the world: the other half of the budget holds several.
 pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
@@ -76,7 +81,7 @@ pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
 ///
 /// # Errors
 /// The knob's value is none.
-pub(crate) fn crossover(config: &Config) -> Result<Crossover, farandole_config::Error> {
+pub fn crossover(config: &Config) -> Result<Crossover, farandole_config::Error> {
     config.allreduce_algorithm.parse().map_err(|_| farandole_config::Error {
         name: "FARANDOLE_ALLREDUCE_ALGORITHM".to_owned(),
         expected: "auto or rules such as direct:4096,doubling:65536,hierarchy",

@@ -37,7 +37,8 @@ def tf_dataset(loader: ParquetLoader) -> Any:
             yield {name: ragged(one) if name in lists else one for name, one in batch.items()}
 
     def ragged(rows: Jagged) -> Any:
-        return tf.RaggedTensor.from_row_splits(rows.values, rows.offsets, validate=False)
+        made: Any = tf.RaggedTensor  # whose stubs lack its constructors
+        return made.from_row_splits(rows.values, rows.offsets, validate=False)
 
     def kind(dtype: str) -> Any:
         return tf.string if dtype == "object" else tf.dtypes.as_dtype(dtype)

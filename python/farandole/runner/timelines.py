@@ -52,17 +52,17 @@ class Gathering:
         self._path = path
         self._new = ui.Timelines
         self._pieces = ui.Timelines()
-        self._begun: dict[tuple[int, int], tuple[int, int]] = {}
+        self._is_begun = False
+        self._started: dict[tuple[int, int], tuple[int, int]] = {}
         """When the timeline of a rank in a world started, and its task."""
-        self._started = False
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
-        self._started, self._pieces, self._came = True, self._new(), False
-        self._begun = {}
+        self._is_begun, self._pieces, self._came = True, self._new(), False
+        self._started = {}
 
     def take(self, task: int, piece: bytes) -> None:
         """Takes a piece; an error is one line in the log and never fails a job.
@@ -92,12 +92,12 @@ class Gathering:
             return None
         place, start = title
         # Its file of before is replaced, whatever rank that was of.
-        self._begun = {known: begun for known, begun in self._begun.items() if begun[1] != task}
-        if place not in self._begun:
-            self._begun[place] = (start, task)
+        self._started = {known: begun for known, begun in self._started.items() if begun[1] != task}
+        if place not in self._started:
+            self._started[place] = (start, task)
             return None
-        (_, early), late = sorted((self._begun[place], (start, task)))
-        self._begun[place] = late
+        (_, early), late = sorted((self._started[place], (start, task)))
+        self._started[place] = late
         rank, world = place
         _LOG.warning(
             "tasks %d and %d have sent timelines of rank %d in world %d: that of task %d began earlier and is left out",
@@ -130,7 +130,7 @@ class Gathering:
         if not self._came:
             if self._made and self._path is not None:
                 self._path.unlink(missing_ok=True)  # it is empty
-            if not self._started:
+            if not self._is_begun:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:

@@ -498,7 +498,11 @@ pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
 }
 
 fn argument(flag: &Flag) -> Arg {
-    let mut arg = Arg::new(flag.name).long(flag.name).help(help(flag)).aliases(flag.aliases.iter().copied());
+    let mut arg = Arg::new(flag.name).long(flag.name).help(help(flag));
+    for alias in flag.aliases {
+        // The first lines of the help tell of `-np`.
+        arg = if *alias == "np" { arg.alias(*alias) } else { arg.visible_alias(*alias) };
+    }
     if let Some(short) = flag.short {
         arg = arg.short(short);
     }

@@ -22,6 +22,13 @@ fn read(line: &[&str]) -> anyhow::Result<RunOptions> {
     RunOptions::read(&matches(&words).unwrap())
 }
 
+#[test]
+fn the_help_shows_the_other_names_of_a_flag() {
+    let help = super::command().render_long_help().to_string();
+    assert!(help.contains("--min-num-proc <N>"), "{help}");
+    assert!(help.contains("[alias: --min-np]"), "{help}");
+}
+
 fn written(text: &str) -> tempfile::NamedTempFile {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();

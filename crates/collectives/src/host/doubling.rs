@@ -10,10 +10,13 @@
 //! **No deadlock.** The steps of two ends of a link are the same sequence, whoever swaps reads while it writes, and the
 //! earliest unfinished step has both its ends in it.
 
+pub(super) mod program;
+
 use std::collections::VecDeque;
 
 use farandole_transport::Link;
 
+use super::hosts::Hosts;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use crate::Result;
@@ -64,7 +67,7 @@ impl Doubling {
         let partial = vec![0; if leads { values.len() * reducer.width() } else { 0 }];
         let others = if leads { peers.local_links().len() } else { 0 };
         Self {
-            steps: plan(peers).into(),
+            steps: plan(&peers.hosts, peers.member).into(),
             under_way: None,
             inputs: vec![vec![0; values.len()]; others],
             theirs: vec![0; partial.len()],
@@ -150,11 +153,10 @@ impl Doubling {
 }
 
 /// The steps of this member.
-fn plan(peers: &Peers) -> Vec<Step> {
-    let hosts = &peers.hosts;
-    let (host, count) = (hosts.own(), hosts.count());
+fn plan(hosts: &Hosts, member: usize) -> Vec<Step> {
+    let (host, count) = (hosts.of(member), hosts.count());
     let first = |host: usize| hosts.members(host).start;
-    if peers.member != first(host) {
+    if member != first(host) {
         return vec![Step::Post { to: first(host) }, Step::Fetch { from: first(host) }];
     }
     let full = 1 << count.checked_ilog2().unwrap_or(0);

@@ -20,6 +20,7 @@ mod in_place;
 mod message;
 mod peers;
 mod pipeline;
+pub mod program;
 mod reducescatter;
 
 use std::collections::VecDeque;

@@ -23,6 +23,8 @@
 //! the one before, and the argument holds for the earliest operation that somebody has not finished. Rings are whole
 //! numbers of units, messages too, so a window never ends inside a unit for longer than bytes take to arrive.
 
+pub(super) mod program;
+
 use farandole_transport::Link;
 
 use super::UNIT;
@@ -65,7 +67,7 @@ impl Position {
 
 /// How the elements are cut, the same on every member.
 #[derive(Clone, Debug)]
-struct Cut {
+pub(super) struct Cut {
     bytes: usize,
     members: usize,
     chunk: usize,

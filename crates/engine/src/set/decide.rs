@@ -13,6 +13,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
+use farandole_collectives::{DataType, ReduceOp};
+
 use super::{Finished, ProcessSet, Step, kind};
 use crate::Cause;
 use crate::cache::{Agreed, CacheId};
@@ -193,9 +195,7 @@ impl ProcessSet {
         if self.coordinator.is_empty() || self.leaving.is_some() {
             return Ok(false);
         }
-        // One list at a time lets tensors meet; a second one hides the way down a tree of hosts.
-        let ahead = if self.tree.hosts > 1 { 2 } else { 1 };
-        if self.execution.lists() >= ahead {
+        if self.execution.lists() >= lists_at_a_time(self.tree.hosts) {
             return Ok(false);
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);
@@ -214,6 +214,36 @@ impl ProcessSet {
         self.apply(number, items, finished)?;
         Ok(true)
     }
+}
+
+/// Lists that may be executed at a time: one lets tensors meet, a second one hides the way down a tree of hosts.
+pub(crate) fn lists_at_a_time(hosts: usize) -> u64 {
+    if hosts > 1 { 2 } else { 1 }
+}
+
+/// Tensors of one kind with these bytes, in order of readiness: the places of those that share an operation.
+pub(crate) fn operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
+    let one = 1f64.to_bits();
+    let signature = |bytes: u64| Signature {
+        call: Call::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
+        dtype: DataType::U8,
+        shape: vec![bytes],
+        site: Site::Host,
+        group: 0,
+        group_size: 0,
+    };
+    let decision = |(place, bytes): (usize, &u64)| {
+        let agreed = Agreed::new(place.to_string().into(), signature(*bytes), Vec::new());
+        Decision::Run(Ready { agreed: Arc::new(agreed), known: None })
+    };
+    let decisions = bytes.iter().enumerate().map(decision).collect();
+    let places = |planned: Planned| match planned {
+        Planned::Run(tensors) => {
+            tensors.iter().filter_map(|ready| ready.agreed.name.parse::<usize>().ok()).collect()
+        }
+        Planned::Refuse(_) | Planned::Joined(_) => Vec::new(),
+    };
+    fuse(decisions, threshold, true).into_iter().map(places).collect()
 }
 
 /// Shows autotune what goes out.

@@ -21,6 +21,7 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use decide::{lists_at_a_time, operations};
 pub(crate) use execute::share_of;
 
 use std::sync::Arc;

@@ -30,6 +30,7 @@
 //! somebody can move. [`Schedule`] cuts chunks so that the rings have that room. Earlier and later operations change
 //! nothing: see `pipeline`.
 
+pub(super) mod program;
 mod schedule;
 
 use std::collections::VecDeque;

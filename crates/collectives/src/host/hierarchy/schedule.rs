@@ -85,7 +85,7 @@ impl Course {
 
 /// Elements are cut in chunks; a chunk is carried, in every host, by members in turn, and cut in one part for each host.
 #[derive(Clone, Debug)]
-pub(super) struct Schedule {
+pub(in super::super) struct Schedule {
     bytes: usize,
     hosts: Hosts,
     expansion: usize,
@@ -96,13 +96,23 @@ pub(super) struct Schedule {
 
 impl Schedule {
     /// Nothing when rings are too small.
-    pub(super) fn new(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> Option<Self> {
+    pub(in super::super) fn new(
+        bytes: usize,
+        hosts: &Hosts,
+        expansion: usize,
+        capacity: usize,
+    ) -> Option<Self> {
         let ahead = LOOKAHEAD * hosts.largest();
         let chunk = chunk_for(bytes, hosts, expansion, capacity)?;
         Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk), ahead })
     }
 
-    pub(super) fn chunks(&self) -> usize {
+    /// By how many chunks results come after what is early.
+    pub(super) fn ahead(&self) -> usize {
+        self.ahead
+    }
+
+    pub(in super::super) fn chunks(&self) -> usize {
         self.chunks
     }
 

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from farandole.runner.show.history import flat
@@ -245,13 +246,35 @@ class MlflowTracker(_Service):
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """As `Tracker.model`."""
-        log = import_module(f"mlflow.{flavor}").log_model
+        module = import_module(f"mlflow.{flavor}")
+        log = module.log_model
         known = inspect.signature(log).parameters
         options: dict[str, Any] = {"name" if "name" in known else "artifact_path": "model"}
         if "serialization_format" in known:
             options["serialization_format"] = "pickle"  # the other traces the model, and not every one can be traced
         if example is not None and {"signature", "input_example"} <= set(known):
-            from mlflow.models import infer_signature  # pyright: ignore[reportMissingImports]
+            from mlflow.models import Model, infer_signature  # pyright: ignore[reportMissingImports]
 
             options |= {"signature": infer_signature(*example), "input_example": example.input}
+            if flavor == "keras" and "name" in known:
+                Model.log(None, _KerasFlavor(module), model=model, **options)
+                return
         log(model, **options)
+
+
+class _KerasFlavor:
+    """MLflow's flavor of Keras, which writes an example into a directory before it makes it (MLflow 3.17).
+
+    Args:
+        module: `mlflow.keras`.
+    """
+
+    __name__ = "mlflow.keras"
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def save_model(self, path: str, **options: Any) -> None:
+        """Makes the directory, and has MLflow save the model in it."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self._module.save_model(path=path, **options)

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The steps of a hierarchy, written down.
+
+use super::super::program::{Builder, Load, Program};
+pub(in super::super) use super::schedule::Schedule;
+
+/// What one member does with the chunks, in the order of the slots of [`Schedule`].
+struct Writer<'a> {
+    schedule: &'a Schedule,
+    width: usize,
+    member: usize,
+    host: usize,
+    builder: Builder,
+    /// What makes the own part of a chunk the result, by chunk.
+    reduced: Vec<Option<u32>>,
+    joined: Option<u32>,
+    /// Other hosts stand behind this member itself.
+    folded: bool,
+}
+
+/// The steps of a member.
+pub(in super::super) fn program(schedule: &Schedule, member: usize, width: usize) -> Program {
+    let members = schedule.hosts().sizes().iter().sum();
+    Writer::new(schedule, member, width, members, false).write()
+}
+
+/// The steps of a member of the first host, for all: see `Plan::folded`.
+pub(in super::super) fn folded(schedule: &Schedule, member: usize, width: usize) -> Program {
+    Writer::new(schedule, member, width, schedule.hosts().largest(), true).write()
+}
+
+impl<'a> Writer<'a> {
+    fn new(schedule: &'a Schedule, member: usize, width: usize, members: usize, folded: bool) -> Self {
+        Self {
+            schedule,
+            width,
+            member,
+            host: schedule.hosts().of(member),
+            builder: Builder::new(members),
+            reduced: vec![None; schedule.chunks()],
+            joined: None,
+            folded,
+        }
+    }
+
+    fn write(mut self) -> Program {
+        let (chunks, ahead) = (self.schedule.chunks(), self.schedule.ahead());
+        for t in 0..chunks + ahead {
+            if t < chunks {
+                self.early(t);
+            }
+            if let Some(chunk) = t.checked_sub(ahead) {
+                self.late(chunk);
+            }
+        }
+        self.builder.finish()
+    }
+
+    /// The other members of this host.
+    fn near(&self) -> Vec<usize> {
+        let member = self.member;
+        self.schedule.hosts().members(self.host).filter(|other| *other != member).collect()
+    }
+
+    /// The other hosts, the next one first.
+    fn far(&self) -> Vec<usize> {
+        let (host, count) = (self.host, self.schedule.hosts().count());
+        (1..count).map(|k| (host + k) % count).collect()
+    }
+
+    /// An input to the carrier; or all inputs, the partials, and the own part's result.
+    fn early(&mut self, chunk: usize) {
+        let carrier = self.schedule.hosts().carrier(self.host, chunk);
+        let len = self.schedule.chunk(chunk).1;
+        if carrier != self.member {
+            self.builder.send(carrier, Load::one(len, true), &[]);
+            return;
+        }
+        let near = self.near();
+        let mut inputs: Vec<u32> =
+            near.iter().map(|from| self.builder.receive(*from, Load::one(len, false), &[])).collect();
+        inputs.extend(self.joined);
+        let own = self.join(chunk, near.len() + 1, &inputs);
+        let part = self.schedule.part(chunk, self.host).1;
+        if part == 0 {
+            return;
+        }
+        let mut partials = own.map_or(Vec::new(), |step| vec![step]);
+        let (width, schedule) = (self.width, self.schedule);
+        if self.folded {
+            let load = self.partials(chunk);
+            partials.extend(self.theirs(load));
+        } else {
+            partials.extend(self.receive(chunk, |_| part * width, false));
+        }
+        let touched = part * (schedule.hosts().count() * width + 1);
+        self.reduced[chunk] = Some(self.builder.reduce(touched, &partials));
+    }
+
+    /// Joins the inputs of this host part by part, each towards its owner; the step that joins the own part.
+    fn join(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
+        let (mut own, mut before) = (None, inputs.to_vec());
+        for owner in 0..self.schedule.hosts().count() {
+            let len = self.schedule.part(chunk, owner).1;
+            if len == 0 {
+                continue;
+            }
+            let step = self.builder.reduce(len * (members + self.width), &before);
+            before = vec![step];
+            self.joined = Some(step);
+            if owner == self.host {
+                own = Some(step);
+            } else if !self.folded {
+                let to = self.schedule.hosts().carrier(owner, chunk);
+                self.builder.send(to, Load::one(len * self.width, false), &before);
+            }
+        }
+        if self.folded {
+            let load = self.partials(chunk);
+            if !load.is_empty() {
+                self.builder.send(self.member, load, &before);
+            }
+        }
+        own
+    }
+
+    /// Partials of a chunk for all other hosts.
+    fn partials(&self, chunk: usize) -> Load {
+        let parts = self.far().into_iter().map(|host| self.schedule.part(chunk, host).1 * self.width);
+        Load::all(parts, false)
+    }
+
+    /// Folded: receives what the counterparts of this member send when it sends the same.
+    fn theirs(&mut self, load: Load) -> Vec<u32> {
+        if load.is_empty() { Vec::new() } else { vec![self.builder.receive(self.member, load, &[])] }
+    }
+
+    /// Receives from the carriers of a chunk on the other hosts.
+    fn receive(&mut self, chunk: usize, bytes: impl Fn(usize) -> usize, copied: bool) -> Vec<u32> {
+        let far = self.far();
+        let mut arrived = Vec::with_capacity(far.len());
+        for host in far {
+            let load = Load::one(bytes(host), copied);
+            if !load.is_empty() {
+                let from = self.schedule.hosts().carrier(host, chunk);
+                arrived.push(self.builder.receive(from, load, &[]));
+            }
+        }
+        arrived
+    }
+
+    /// Results: to the carriers on other hosts, from them, and to the members of this host; or from the carrier.
+    fn late(&mut self, chunk: usize) {
+        let carrier = self.schedule.hosts().carrier(self.host, chunk);
+        let len = self.schedule.chunk(chunk).1;
+        if carrier != self.member {
+            self.builder.receive(carrier, Load::one(len, true), &[]);
+            return;
+        }
+        let part = self.schedule.part(chunk, self.host).1;
+        let mut results = self.reduced[chunk].map_or(Vec::new(), |step| vec![step]);
+        let far = self.far();
+        if self.folded {
+            let load = Load::all(far.iter().map(|_| part), true);
+            if !load.is_empty() {
+                self.builder.send(self.member, load, &results);
+            }
+            results.extend(self.theirs(load));
+        } else {
+            for host in far.into_iter().filter(|_| part > 0) {
+                let to = self.schedule.hosts().carrier(host, chunk);
+                self.builder.send(to, Load::one(part, true), &results);
+            }
+            let schedule = self.schedule;
+            results.extend(self.receive(chunk, |host| schedule.part(chunk, host).1, true));
+        }
+        for to in self.near() {
+            self.builder.send(to, Load::one(len, true), &results);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::hosts::Hosts;
+    use super::super::schedule::Course;
+    use super::*;
+    use crate::program::Action;
+
+    #[test]
+    fn a_program_sends_and_receives_what_the_schedule_says_in_its_order() {
+        for numbers in [&[0, 0, 1, 1][..], &[0, 0, 1], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]] {
+            let hosts = Hosts::new(numbers, 0);
+            for (bytes, width) in [(65, 1), (100_003, 2), (3 << 20, 1)] {
+                let schedule = Schedule::new(bytes, &hosts, width, 1 << 20).unwrap();
+                let programs: Vec<Program> =
+                    (0..numbers.len()).map(|member| program(&schedule, member, width)).collect();
+                for (from, to) in
+                    (0..numbers.len()).flat_map(|one| (0..numbers.len()).map(move |two| (one, two)))
+                {
+                    if from == to {
+                        continue;
+                    }
+                    let (course, mut expected) = (Course::new(&hosts, from, to), Vec::new());
+                    let mut position = schedule.seek(0, &course);
+                    while !schedule.is_over(position) {
+                        expected.push(position.message.left() as u64);
+                        position = schedule.next(position, &course);
+                    }
+                    let sent = programs[from].actions().filter_map(|action| match action {
+                        Action::Send(transfer) if transfer.member as usize == to => Some(transfer.bytes),
+                        _ => None,
+                    });
+                    let received = programs[to].actions().filter_map(|action| match action {
+                        Action::Receive(transfer) if transfer.member as usize == from => Some(transfer.bytes),
+                        _ => None,
+                    });
+                    assert_eq!(sent.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
+                    assert_eq!(received.collect::<Vec<_>>(), expected, "{numbers:?}: {from} to {to}");
+                }
+            }
+        }
+    }
+}

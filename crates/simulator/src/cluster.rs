@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What is known of a cluster.
+
+use std::time::Duration;
+
+use farandole_registrar::outline;
+use farandole_world::{HostHash, TaskId, World};
+
+use crate::{Error, Result};
+
+/// The most ranks that are simulated.
+const MOST_RANKS: u32 = 4096;
+/// The most ranks of a host: schedules within a host have a message for each pair of ranks.
+const MOST_LOCAL: u32 = 128;
+/// Bytes of a packet's headers: IP and TCP with timestamps, within the MTU.
+const HEADERS: f64 = 52.0;
+/// Bytes around a packet: Ethernet's header, checksum, preamble and gap.
+const FRAME: f64 = 38.0;
+
+/// Equal hosts on one switch that never blocks. Rates are bytes per second.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cluster {
+    /// Hosts.
+    pub hosts: u32,
+    /// Ranks, the same number on each host.
+    pub ranks: u32,
+    /// Time from one host to another, one way.
+    pub latency: Duration,
+    /// Of each interface in each direction, headers included.
+    pub bandwidth: f64,
+    /// Interfaces of a host that carry data side by side.
+    pub interfaces: u32,
+    /// Largest packet, without Ethernet's header.
+    pub mtu: u32,
+    /// Share of packets that are lost.
+    pub loss: f64,
+    /// Hosts that are slower than the others.
+    pub stragglers: u32,
+    /// How many times longer a slow host takes for everything its processors do.
+    pub slowdown: f64,
+    /// What one core copies.
+    pub copy_rate: f64,
+    /// What all cores of a host read and write together.
+    pub memory_rate: f64,
+    /// What one core sends, or receives, through sealed TCP connections.
+    pub socket_rate: f64,
+    /// Processor time of each message to or from another host.
+    pub message: Duration,
+    /// Time from one process of a host to another.
+    pub near: Duration,
+    /// Processor time of a call at the registrar.
+    pub call: Duration,
+    /// Processor time of a TLS handshake at the registrar, and of a link's at each end.
+    pub handshake: Duration,
+}
+
+impl Cluster {
+    /// A cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of `docs/performance.md` and
+    /// `docs/developer-guide/network-security.md`; the others are assumptions.
+    ///
+    /// # Errors
+    /// `Cluster` when ranks cannot be dealt out evenly, or there are too many or none.
+    pub fn new(hosts: u32, ranks: u32) -> Result<Self> {
+        let cluster = Self {
+            hosts,
+            ranks,
+            latency: Duration::from_micros(20),
+            bandwidth: gigabits(25.0),
+            interfaces: 1,
+            mtu: 1500,
+            loss: 0.0,
+            stragglers: 0,
+            slowdown: 1.0,
+            copy_rate: 6e9,
+            memory_rate: 100e9,
+            // 7 GB/s through the kernel, and half of 0.06 s for each gigabyte that is sealed and opened.
+            socket_rate: 1.0 / (1.0 / 7e9 + 0.03e-9),
+            message: Duration::from_micros(2),
+            near: Duration::from_nanos(1500),
+            call: Duration::from_micros(50),
+            handshake: Duration::from_micros(500),
+        };
+        cluster.check()?;
+        Ok(cluster)
+    }
+
+    /// Whether it can be simulated.
+    ///
+    /// # Errors
+    /// `Cluster` naming the fact that is wrong.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |what, expected, value: String| Err(Error::Cluster { what, expected, value });
+        if self.ranks == 0 || self.ranks > MOST_RANKS {
+            return wrong("the number of ranks", "1 to 4096", self.ranks.to_string());
+        }
+        if self.hosts == 0 || !self.ranks.is_multiple_of(self.hosts) {
+            return wrong("the number of hosts", "a divisor of the number of ranks", self.hosts.to_string());
+        }
+        if self.local() > MOST_LOCAL {
+            return wrong("the number of ranks of a host", "at most 128", self.local().to_string());
+        }
+        if self.stragglers > self.hosts {
+            return wrong("the number of stragglers", "at most that of hosts", self.stragglers.to_string());
+        }
+        if !(0.0..=0.5).contains(&self.loss) {
+            return wrong("the share of lost packets", "from 0 to 0.5", self.loss.to_string());
+        }
+        if !(self.slowdown >= 1.0 && self.slowdown.is_finite()) {
+            return wrong("the slowdown", "at least 1", self.slowdown.to_string());
+        }
+        if self.mtu < 576 || self.interfaces == 0 {
+            return wrong("the interfaces", "at least one with an MTU of 576", self.interfaces.to_string());
+        }
+        for (what, rate) in [
+            ("the bandwidth", self.bandwidth),
+            ("the copy rate", self.copy_rate),
+            ("the memory rate", self.memory_rate),
+            ("the socket rate", self.socket_rate),
+        ] {
+            if rate.is_nan() || rate <= 0.0 {
+                return wrong(what, "more than 0", rate.to_string());
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranks of a host.
+    pub fn local(&self) -> u32 {
+        self.ranks / self.hosts.max(1)
+    }
+
+    /// The host of every rank.
+    pub fn places(&self) -> Vec<u32> {
+        (0..self.ranks).map(|rank| rank / self.local().max(1)).collect()
+    }
+
+    /// Payload per second of all interfaces of a host in one direction.
+    pub fn payload_rate(&self) -> f64 {
+        let mtu = f64::from(self.mtu);
+        self.bandwidth * f64::from(self.interfaces) * (mtu - HEADERS) / (mtu + FRAME)
+    }
+
+    /// Payload of a packet.
+    pub(crate) fn segment(&self) -> f64 {
+        f64::from(self.mtu) - HEADERS
+    }
+
+    /// The world that forms on it, seen from rank 0; nothing when there is no rank.
+    pub(crate) fn formed(&self, arrival: impl Fn(u32) -> Duration) -> Option<outline::Formed> {
+        let host =
+            |task: u32| HostHash(format!("node-{:04}-{:016x}", task / self.local(), task / self.local()));
+        outline::form(self.ranks, (0..self.ranks).map(|task| (arrival(task), TaskId(task), host(task))))
+    }
+
+    /// See `formed`.
+    pub(crate) fn world(&self) -> Result<World> {
+        self.check()?;
+        let formed = self.formed(|_| Duration::ZERO);
+        formed.map(|formed| formed.world).ok_or(Error::Stuck { left: self.ranks as usize })
+    }
+}
+
+/// Bytes per second of so many Gbit/s.
+fn gigabits(number: f64) -> f64 {
+    number * 1e9 / 8.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_that_cannot_be_are_refused() {
+        assert!(Cluster::new(3, 8).is_err());
+        assert!(Cluster::new(0, 8).is_err());
+        assert!(Cluster::new(512, 4096).is_ok());
+        assert!(Cluster::new(512, 8192).is_err());
+        assert!(Cluster::new(1, 256).is_err());
+        let cluster = Cluster::new(2, 4).unwrap();
+        assert!(Cluster { bandwidth: f64::NAN, ..cluster.clone() }.check().is_err());
+        assert!(Cluster { loss: 0.9, ..cluster.clone() }.check().is_err());
+        assert!(Cluster { slowdown: 0.5, ..cluster }.check().is_err());
+    }
+
+    #[test]
+    fn ranks_follow_each_other_on_hosts() {
+        let cluster = Cluster::new(2, 4).unwrap();
+        assert_eq!(cluster.places(), [0, 0, 1, 1]);
+        let world = cluster.world().unwrap();
+        assert_eq!(world.machines(), [0, 0, 1, 1]);
+    }
+}

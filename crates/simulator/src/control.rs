@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! A round of negotiation: announcements up the engine's tree, a list down.
+
+use std::time::Duration;
+
+use farandole_engine::outline;
+use farandole_world::Rank;
+
+use crate::{Cluster, Result};
+
+/// Processor time of a control message between processes of a host, as part of that of one between hosts.
+const NEAR: f64 = 0.1;
+
+/// How long a round takes when all ranks announce at the same time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Control {
+    /// Until the coordinator knows that all ranks are ready.
+    pub up: Duration,
+    /// From the coordinator's decision to the last rank.
+    pub down: Duration,
+    /// Messages at the rank that has most, sent and received.
+    pub busiest: u64,
+    /// Messages of all ranks.
+    pub messages: u64,
+}
+
+/// The tree, with the time of an edge and the processor time of a message on it.
+struct Tree<'a> {
+    cluster: &'a Cluster,
+    places: Vec<u32>,
+    children: Vec<Vec<usize>>,
+}
+
+impl Control {
+    /// A round on a cluster.
+    ///
+    /// # Errors
+    /// `Cluster`.
+    pub fn simulate(cluster: &Cluster) -> Result<Self> {
+        let world = cluster.world()?;
+        let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
+        let parents = outline::parents(&world, &members);
+        let mut children = vec![Vec::new(); parents.len()];
+        for (child, parent) in parents.iter().enumerate() {
+            if let Some(parent) = parent {
+                children[*parent as usize].push(child);
+            }
+        }
+        let edges = parents.iter().flatten().count() as u64;
+        let degree = |member: usize| children[member].len() + usize::from(parents[member].is_some());
+        let busiest = (0..parents.len()).map(degree).max().unwrap_or_default();
+        let tree = Tree { cluster, places: cluster.places(), children };
+        Ok(Self {
+            up: Duration::from_secs_f64(tree.up()),
+            down: Duration::from_secs_f64(tree.down()),
+            busiest: 2 * busiest as u64,
+            messages: 2 * edges,
+        })
+    }
+}
+
+impl Tree<'_> {
+    /// Latency and processor time of a message between two members.
+    fn edge(&self, one: usize, other: usize) -> (f64, f64) {
+        let message = self.cluster.message.as_secs_f64();
+        if self.places[one] == self.places[other] {
+            (self.cluster.near.as_secs_f64(), NEAR * message)
+        } else {
+            (self.cluster.latency.as_secs_f64(), message)
+        }
+    }
+
+    /// When member 0 has heard of all: whoever is above takes in one announcement after the other.
+    fn up(&self) -> f64 {
+        let mut ready = vec![0.0f64; self.children.len()];
+        // A parent's number is lower than its children's.
+        for member in (0..self.children.len()).rev() {
+            let arrival = |child: &usize| {
+                let (latency, work) = self.edge(member, *child);
+                (ready[*child] + work + latency, work)
+            };
+            let mut arrivals: Vec<(f64, f64)> = self.children[member].iter().map(arrival).collect();
+            arrivals.sort_by(|one, other| one.0.total_cmp(&other.0));
+            ready[member] = arrivals.iter().fold(0.0, |free: f64, (time, work)| free.max(*time) + work);
+        }
+        ready.first().copied().unwrap_or_default()
+    }
+
+    /// When the last member has the list: whoever gets it sends it on before anything else, to one child after the other.
+    fn down(&self) -> f64 {
+        let mut have = vec![0.0f64; self.children.len()];
+        for member in 0..self.children.len() {
+            let mut sent = have[member];
+            for child in &self.children[member] {
+                let (latency, work) = self.edge(member, *child);
+                sent += work;
+                have[*child] = sent + latency + work;
+            }
+        }
+        have.into_iter().fold(0.0, f64::max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_grow_with_the_logarithm_of_the_hosts() {
+        let round = |hosts: u32| {
+            let cluster = Cluster { message: Duration::ZERO, ..Cluster::new(hosts, hosts * 8).unwrap() };
+            let control = Control::simulate(&cluster).unwrap();
+            (control.up + control.down).as_secs_f64() / cluster.latency.as_secs_f64()
+        };
+        // A binomial tree of 2^k hosts has k levels; what processes of a host add is less than one of them.
+        for levels in [1u32, 3, 6, 9] {
+            let found = round(1 << levels);
+            assert!(
+                (f64::from(2 * levels)..f64::from(2 * levels) + 1.0).contains(&found),
+                "{levels}: {found}"
+            );
+        }
+    }
+
+    /// As the engine's own simulation counts them.
+    #[test]
+    fn every_rank_but_the_first_has_one_message_each_way() {
+        let control = Control::simulate(&Cluster::new(512, 4096).unwrap()).unwrap();
+        assert_eq!(control.messages, 2 * 4095);
+        assert_eq!(control.busiest, 2 * (7 + 9));
+    }
+}

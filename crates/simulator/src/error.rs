@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Why there is no answer.
+
+use farandole_world::Fault;
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A question that cannot be answered.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The cluster cannot be.
+    #[error("{what} must be {expected}: {value}")]
+    Cluster {
+        /// Which of its facts.
+        what: &'static str,
+        /// What it must be.
+        expected: &'static str,
+        /// What it is.
+        value: String,
+    },
+    /// More messages than can be simulated one by one, among hosts that are not alike.
+    #[error("an allreduce of {bytes} bytes has about {messages} messages, more than {most}")]
+    Messages {
+        /// Bytes of the allreduce.
+        bytes: u64,
+        /// Its messages.
+        messages: u64,
+        /// The most that are simulated.
+        most: u64,
+    },
+    /// A schedule came to a stop: a mistake in this crate.
+    #[error("the simulated schedule stopped with {left} steps left")]
+    Stuck {
+        /// Steps that were not done.
+        left: usize,
+    },
+    /// A communicator of a live simulation failed.
+    #[error(transparent)]
+    Collectives(#[from] farandole_collectives::Error),
+    /// A setting cannot be read.
+    #[error(transparent)]
+    Config(#[from] farandole_config::Error),
+    /// The export could not be written.
+    #[error("cannot write the schedule: {0}")]
+    Write(#[from] std::io::Error),
+}
+
+impl Error {
+    /// What the caller may do now.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => Fault::Usage,
+            Self::Stuck { .. } => Fault::Bug,
+            Self::Collectives(error) => error.fault(),
+            Self::Write(_) => Fault::Environment,
+        }
+    }
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The forming of a world: from agents that begin to connect until every rank has its links.
+
+use std::time::Duration;
+
+use farandole_engine::outline::parents;
+use farandole_registrar::outline;
+use farandole_world::Rank;
+
+use crate::events::float;
+use crate::{Cluster, Error, Result};
+
+/// Bytes of what a rank tells the others: its host, process, socket and one address.
+const CARD: u64 = 160;
+/// Round trips of a connection to the registrar before its first call: TCP and TLS.
+const CONNECT: f64 = 2.0;
+/// Round trips of a link: TCP and the proof of the job's key.
+const LINK: f64 = 2.0;
+
+/// What forming a world takes. Starting processes is not part of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Forming {
+    /// Calls at the registrar.
+    pub calls: u64,
+    /// Connections to it.
+    pub connections: u64,
+    /// Bytes that it sends.
+    pub sent: u64,
+    /// Links of the busiest rank.
+    pub links: u64,
+    /// Until the last agent has registered.
+    pub registered: Duration,
+    /// Until every worker knows its rank.
+    pub assigned: Duration,
+    /// Until every rank knows where the others are.
+    pub met: Duration,
+    /// Until every rank has its links.
+    pub time: Duration,
+}
+
+impl Forming {
+    /// A world on a cluster whose registrar runs on one core of a host of its own.
+    ///
+    /// # Errors
+    /// `Cluster`.
+    pub fn simulate(cluster: &Cluster) -> Result<Self> {
+        cluster.check()?;
+        let ranks = float(cluster.ranks.into());
+        let round_trip = 2.0 * cluster.latency.as_secs_f64();
+        let (call, handshake) = (cluster.call.as_secs_f64(), cluster.handshake.as_secs_f64());
+        // All agents come at once; the registrar takes one after the other.
+        let first = (CONNECT + 1.0) * round_trip;
+        let arrival =
+            |task: u32| Duration::from_secs_f64(first + float(u64::from(task) + 1) * (handshake + call));
+        let formed = cluster.formed(arrival).ok_or(Error::Stuck { left: cluster.ranks as usize })?;
+        let sending = |bytes: f64| bytes / cluster.payload_rate() * ranks;
+        let answers = sending(float(formed.answer));
+        // Agents hear of their ranks and start workers, which connect and ask for theirs.
+        let agents = formed.at.as_secs_f64() + answers.max(ranks * call) + round_trip / 2.0;
+        let workers = agents + first + (ranks * (handshake + call)).max(answers);
+        let cards = sending(ranks * float(CARD));
+        let met = workers + round_trip + (ranks * call).max(cards);
+        let links = links(cluster, &formed);
+        Ok(Self {
+            calls: formed.registrations * outline::CALLS,
+            connections: formed.registrations * outline::CONNECTIONS,
+            sent: u64::from(cluster.ranks) * (2 * formed.answer + u64::from(cluster.ranks) * CARD),
+            links: links.busiest,
+            registered: formed.at,
+            assigned: Duration::from_secs_f64(workers),
+            met: Duration::from_secs_f64(met),
+            time: Duration::from_secs_f64(met + links.seconds),
+        })
+    }
+}
+
+struct Links {
+    busiest: u64,
+    seconds: f64,
+}
+
+/// Every rank has a link for data to every other, and links for control to its neighbours in the tree. The higher rank
+/// dials, one peer after the other, so the last rank takes longest; each dial takes time at both ends.
+fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
+    let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
+    let parents = parents(&formed.world, &members);
+    let children = |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
+    let others = u64::from(cluster.ranks) - 1;
+    let control = children(0);
+    let near = u64::from(cluster.local()) - 1;
+    let far = others - near;
+    let handshake = cluster.handshake.as_secs_f64();
+    let dial = LINK * 2.0 * cluster.latency.as_secs_f64() + handshake;
+    let dial_near = LINK * 2.0 * cluster.near.as_secs_f64() + handshake;
+    let dialled = float(far) * dial + float(near) * dial_near;
+    // Rank 0 answers all others, and the control links below it.
+    let answered = float(others + control) * handshake;
+    Links { busiest: others + control, seconds: dialled.max(answered) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn forming(hosts: u32, ranks: u32) -> Forming {
+        let cluster = Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
+        Forming::simulate(&cluster).unwrap()
+    }
+
+    #[test]
+    fn calls_grow_with_the_ranks_and_not_with_their_square() {
+        let (small, large) = (forming(64, 512), forming(512, 4096));
+        assert_eq!(small.calls, 4 * 512);
+        assert_eq!((large.calls, large.connections), (8 * small.calls, 8 * small.connections));
+    }
+
+    #[test]
+    fn steps_follow_each_other() {
+        for (hosts, ranks) in [(1, 1), (1, 8), (2, 2), (64, 512), (512, 4096)] {
+            let found = forming(hosts, ranks);
+            assert!(
+                found.registered < found.assigned && found.assigned < found.met && found.met <= found.time
+            );
+            assert!(found.links >= u64::from(ranks) - 1);
+        }
+    }
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Resources that are taken for a time, one after the other. Times are seconds.
+
+use crate::Cluster;
+
+/// The least time after which Linux sends a lone packet again that nobody has acknowledged.
+const TIMEOUT: f64 = 0.2;
+/// What Linux waits besides two round trips before it probes for the loss of the last of several packets.
+const PROBE: f64 = 0.008;
+
+/// Memory and interfaces. Whoever takes them must come in the order of time.
+pub(crate) struct Network {
+    cluster: Cluster,
+    /// Until when each is taken, by host; interfaces in both directions.
+    memory: Vec<f64>,
+    out: Vec<f64>,
+    incoming: Vec<f64>,
+}
+
+/// What a step costs on its host.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Cost {
+    /// Seconds of a core.
+    pub(crate) core: f64,
+    /// Bytes of memory read and written.
+    pub(crate) memory: f64,
+}
+
+impl Network {
+    pub(crate) fn new(cluster: &Cluster, hosts: usize) -> Self {
+        let free = || vec![0.0; hosts];
+        Self { cluster: cluster.clone(), memory: free(), out: free(), incoming: free() }
+    }
+
+    /// Copying so many bytes between a tensor and a ring, which is in the cache.
+    pub(crate) fn copy(&self, bytes: f64) -> Cost {
+        Cost { core: bytes / self.cluster.copy_rate, memory: bytes }
+    }
+
+    /// Reading and writing so many bytes, half of them in the cache: a copy does both to each byte.
+    pub(crate) fn touch(&self, bytes: f64) -> Cost {
+        Cost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
+    }
+
+    /// Sending or receiving messages between hosts: the kernel copies, and the interface reads or writes memory.
+    pub(crate) fn socket(&self, bytes: f64, messages: f64) -> Cost {
+        let core = bytes / self.cluster.socket_rate + messages * self.cluster.message.as_secs_f64();
+        Cost { core, memory: bytes }
+    }
+
+    /// When a core is done with something that it begins now.
+    pub(crate) fn work(&mut self, now: f64, host: usize, slow: bool, cost: Cost) -> f64 {
+        let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
+        let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
+        self.memory[host] = memory;
+        memory.max(now + cost.core * slowdown)
+    }
+
+    /// Puts a message on its way: when its head is at the other host.
+    pub(crate) fn depart(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
+        let start = self.out[host].max(now);
+        self.out[host] = start + self.airtime(bytes);
+        start + self.cluster.latency.as_secs_f64()
+    }
+
+    /// The head of a message is there: when all of it is. Messages of several senders wait for each other.
+    pub(crate) fn arrive(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
+        let end = self.incoming[host].max(now) + self.airtime(bytes);
+        self.incoming[host] = end;
+        end
+    }
+
+    fn airtime(&self, bytes: f64) -> f64 {
+        bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
+    }
+
+    /// How much later a message comes because packets of it were lost; `chance` is a number for it from 0 to 1.
+    pub(crate) fn retransmission(&self, bytes: f64, messages: f64, chance: f64) -> f64 {
+        let arrives = 1.0 - self.cluster.loss;
+        if arrives >= 1.0 {
+            return 0.0;
+        }
+        let packets = (bytes / self.cluster.segment()).ceil().max(messages);
+        if chance < 1.0 - arrives.powf(messages) {
+            // Nothing comes after a last packet that would tell of its loss.
+            if packets > messages { PROBE + 4.0 * self.cluster.latency.as_secs_f64() } else { TIMEOUT }
+        } else if chance < 1.0 - arrives.powf(packets) {
+            2.0 * self.cluster.latency.as_secs_f64()
+        } else {
+            0.0
+        }
+    }
+}
+
+/// A number from 0 to 1 for each message: the same in every run.
+pub(crate) fn chance(message: u64) -> f64 {
+    // SplitMix64.
+    let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    let top = u32::try_from((word ^ (word >> 31)) >> 32).unwrap_or(u32::MAX);
+    f64::from(top) / (f64::from(u32::MAX) + 1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_many_senders_wait_for_each_other_at_the_receiver() {
+        let cluster = Cluster::new(4, 4).unwrap();
+        let mut network = Network::new(&cluster, 4);
+        let bytes = 1e6;
+        let heads: Vec<f64> = (1..4).map(|host| network.depart(0.0, host, bytes)).collect();
+        assert!(heads.iter().all(|head| *head == cluster.latency.as_secs_f64()));
+        let ends: Vec<f64> = heads.iter().map(|head| network.arrive(*head, 0, bytes)).collect();
+        let expected = heads[0] + 3.0 * bytes / cluster.payload_rate();
+        assert!((ends[2] - expected).abs() < 1e-9, "{ends:?}, {expected}");
+    }
+
+    #[test]
+    fn losses_are_as_frequent_as_they_should_be() {
+        let cluster = Cluster { loss: 0.01, ..Cluster::new(2, 2).unwrap() };
+        let network = Network::new(&cluster, 2);
+        let late = |bytes: f64| {
+            (0..20_000).filter(|message| network.retransmission(bytes, 1.0, chance(*message)) > 0.0).count()
+        };
+        assert!((150..250).contains(&late(100.0)), "{}", late(100.0));
+        // 100 packets.
+        let share = late(144_800.0) as f64 / 20_000.0;
+        assert!((share - (1.0 - 0.99f64.powi(100))).abs() < 0.02, "{share}");
+    }
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Times next to closed forms, to each other, and to real communicators.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use farandole_collectives::{Algorithm, Crossover};
+use farandole_config::Config;
+use farandole_simulator::{Allreduce, Cluster, Collective, Control, Model, Step, live};
+
+/// What something slower may gain because events come in another order: steps queue at cores and interfaces.
+const ANOMALY: f64 = 0.9;
+
+fn config() -> Config {
+    Config::read(|_| None, &BTreeMap::new()).unwrap()
+}
+
+/// A cluster on which only the network takes time.
+fn network(hosts: u32, ranks: u32) -> Cluster {
+    Cluster {
+        copy_rate: 1e18,
+        memory_rate: 1e18,
+        socket_rate: 1e18,
+        message: Duration::ZERO,
+        near: Duration::from_nanos(100),
+        ..Cluster::new(hosts, ranks).unwrap()
+    }
+}
+
+fn allreduce(cluster: &Cluster, bytes: u64) -> Allreduce {
+    Collective::new(cluster, &config()).unwrap().simulate(bytes).unwrap()
+}
+
+/// Seconds that `bytes` take on the interfaces of a host.
+fn wire(cluster: &Cluster, bytes: f64) -> f64 {
+    bytes / cluster.payload_rate()
+}
+
+#[test]
+fn a_long_pipeline_takes_the_time_of_its_bytes() {
+    for hosts in [2u32, 4, 8] {
+        let cluster = network(hosts, hosts);
+        let found = allreduce(&cluster, 64 << 20);
+        assert_eq!(found.algorithm, Some(Algorithm::Pipeline));
+        let part = f64::from(hosts - 1) / f64::from(hosts);
+        let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
+        assert!((1.0..1.1).contains(&ratio), "{hosts} hosts: {ratio}");
+    }
+}
+
+#[test]
+fn a_long_hierarchy_takes_the_time_of_its_bytes() {
+    for (hosts, ranks) in [(2u32, 4u32), (4, 16), (16, 64)] {
+        let cluster = network(hosts, ranks);
+        let found = allreduce(&cluster, 64 << 20);
+        assert_eq!(found.algorithm, Some(Algorithm::Hierarchy));
+        let part = f64::from(hosts - 1) / f64::from(hosts);
+        let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
+        println!("{ranks} ranks on {hosts} hosts: {ratio:.3} of the time of the bytes");
+        // Carriers of all hosts send the parts of a chunk in one order, so messages to one host come at the same time.
+        assert!((1.0..1.5).contains(&ratio), "{hosts} hosts: {ratio}");
+    }
+}
+
+#[test]
+fn a_small_allreduce_takes_a_latency_for_each_doubling() {
+    for doublings in [1u32, 2, 4, 6, 9] {
+        let cluster = network(1 << doublings, 1 << doublings);
+        let found = allreduce(&cluster, 4);
+        assert_eq!(found.algorithm, Some(Algorithm::Doubling));
+        let latencies = found.time.as_secs_f64() / cluster.latency.as_secs_f64();
+        assert!((f64::from(doublings)..1.01 * f64::from(doublings)).contains(&latencies), "{latencies}");
+    }
+}
+
+#[test]
+fn hosts_send_the_bytes_of_the_closed_form() {
+    for (hosts, ranks) in [(4u32, 4u32), (4, 16), (64, 512)] {
+        let found = allreduce(&network(hosts, ranks), 32 << 20);
+        let expected = 2.0 * f64::from(hosts - 1) / f64::from(hosts) * f64::from(32 << 20);
+        let ratio = found.sent_by_host as f64 / expected;
+        assert!((1.0..1.02).contains(&ratio), "{hosts} hosts: {ratio}");
+    }
+}
+
+#[test]
+fn nothing_gets_faster_on_a_worse_cluster() {
+    let good = Cluster::new(4, 16).unwrap();
+    let worse = [
+        Cluster { bandwidth: good.bandwidth / 2.0, ..good.clone() },
+        Cluster { latency: good.latency * 10, ..good.clone() },
+        Cluster { copy_rate: good.copy_rate / 2.0, ..good.clone() },
+        Cluster { memory_rate: good.memory_rate / 20.0, ..good.clone() },
+        Cluster { socket_rate: good.socket_rate / 2.0, ..good.clone() },
+        Cluster { message: good.message * 10, ..good.clone() },
+        Cluster { stragglers: 1, slowdown: 2.0, ..good.clone() },
+        Cluster { loss: 0.01, ..good.clone() },
+        Cluster { mtu: 576, ..good.clone() },
+    ];
+    for bytes in [4, 64 << 10, 1 << 20, 16 << 20] {
+        let best = allreduce(&good, bytes).time;
+        for cluster in &worse {
+            let ratio = allreduce(cluster, bytes).time.as_secs_f64() / best.as_secs_f64();
+            println!("{bytes} bytes: {ratio:.3}");
+            assert!(ratio >= ANOMALY, "{ratio}: {cluster:?}, {bytes}");
+        }
+        let two = Cluster { interfaces: 2, ..good.clone() };
+        let ratio = best.as_secs_f64() / allreduce(&two, bytes).time.as_secs_f64();
+        println!("{bytes} bytes, two interfaces: {ratio:.3}");
+        assert!(ratio >= ANOMALY, "{ratio}: two interfaces, {bytes}");
+    }
+    for bytes in [1 << 20, 4 << 20, 16 << 20] {
+        assert!(allreduce(&good, 2 * bytes).time > allreduce(&good, bytes).time, "{bytes}");
+    }
+    for cluster in &worse[..3] {
+        assert!(allreduce(cluster, 16 << 20).time > allreduce(&good, 16 << 20).time, "{cluster:?}");
+    }
+}
+
+#[test]
+fn one_host_stands_for_all_that_are_like_it() {
+    for (hosts, ranks, bytes) in [(8, 32, 16 << 20), (16, 64, 64 << 20), (16, 16, 32 << 20), (4, 32, 3 << 20)]
+    {
+        let cluster = Cluster::new(hosts, ranks).unwrap();
+        let collective = Collective::new(&cluster, &config()).unwrap();
+        let plan = collective.plan(bytes).unwrap();
+        assert!(plan.folds());
+        let each = collective.simulate_each(bytes, &plan).unwrap();
+        let one = collective.simulate_one_host(bytes, &plan).unwrap();
+        let ratio = one.time.as_secs_f64() / each.time.as_secs_f64();
+        println!(
+            "{ranks} ranks on {hosts} hosts, {bytes} bytes: {:?} for {:?}: {ratio:.3}",
+            one.time, each.time
+        );
+        assert!((0.75..1.25).contains(&ratio), "{hosts} hosts of {ranks} ranks: {ratio}");
+        let sent = one.sent_by_host as f64 / each.sent_by_host as f64;
+        assert!((0.98..1.02).contains(&sent), "{sent}");
+    }
+}
+
+/// SM-1: real communicators send what the programs say, byte for byte, and need the same time on the same network.
+#[test]
+fn real_communicators_take_the_time_of_their_programs() {
+    for (hosts, ranks, bytes) in
+        [(1, 4, 1000), (2, 2, 1 << 20), (4, 4, 1000), (3, 3, 3 << 20), (2, 4, 2 << 20), (4, 8, 4 << 20)]
+    {
+        let cluster = network(hosts, ranks);
+        let collective = Collective::new(&cluster, &config()).unwrap();
+        let plan = collective.plan(bytes).unwrap();
+        let each = collective.simulate_each(bytes, &plan).unwrap();
+        let capacity = collective.ring_bytes();
+        let size = usize::try_from(bytes).unwrap();
+        let live = live::allreduce(&cluster, size, capacity, &Crossover::default()).unwrap();
+        for (from, row) in live.sent.iter().enumerate() {
+            let mut sent = vec![0u64; row.len()];
+            for action in plan.program(from).actions() {
+                if let farandole_collectives::program::Action::Send(transfer) = action {
+                    sent[transfer.member as usize] += transfer.bytes;
+                }
+            }
+            assert_eq!(*row, sent, "rank {from} of {ranks} on {hosts} hosts");
+        }
+        let ratio = live.time.as_secs_f64() / each.time.as_secs_f64();
+        println!(
+            "{ranks} ranks on {hosts} hosts, {bytes} bytes: {:?} for {:?}: {ratio:.3}",
+            live.time, each.time
+        );
+        assert!((0.75..1.25).contains(&ratio), "{ranks} ranks on {hosts} hosts: {ratio}");
+    }
+}
+
+#[test]
+fn the_same_question_has_the_same_answer() {
+    let cluster = Cluster { loss: 0.001, ..Cluster::new(4, 16).unwrap() };
+    assert_eq!(allreduce(&cluster, 4 << 20), allreduce(&cluster, 4 << 20));
+}
+
+#[test]
+fn steps_are_no_faster_than_their_passes_and_scale_worse_with_less_bandwidth() {
+    let model = Model::named("vgg16").unwrap();
+    let efficiency = |hosts: u32, gigabits: f64| {
+        let cluster = Cluster { bandwidth: gigabits * 1e9 / 8.0, ..Cluster::new(hosts, 8 * hosts).unwrap() };
+        let mut collective = Collective::new(&cluster, &config()).unwrap();
+        let control = Control::simulate(&cluster).unwrap();
+        let step = Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
+        assert!(step.time >= step.alone && step.operations >= step.lists);
+        step.efficiency()
+    };
+    let (slow, fast) = (efficiency(8, 10.0), efficiency(8, 100.0));
+    assert!(slow < fast && fast <= 1.0, "{slow}, {fast}");
+    assert!(efficiency(64, 10.0) <= slow);
+}
+
+#[test]
+fn four_thousand_ranks_are_simulated_in_seconds() {
+    let began = Instant::now();
+    let cluster = Cluster::new(512, 4096).unwrap();
+    let model = Model::named("resnet50").unwrap();
+    let mut collective = Collective::new(&cluster, &config()).unwrap();
+    let control = Control::simulate(&cluster).unwrap();
+    let step = Step::simulate(&mut collective, &control, &model, model.timing, 128 << 20).unwrap();
+    assert!((0.0..=1.0).contains(&step.efficiency()));
+    println!("{:?}, efficiency {:.3}", began.elapsed(), step.efficiency());
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The code of the documentation: its blocks, and which of them are executed by a test."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+_BLOCK: Final = re.compile(
+    r"(?:^<!-- not executed: (?P<why>[^\n]+) -->\n)?^```(?P<kind>[\w-]+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code of a page."""
+
+    page: str
+    number: int
+    """Among the blocks of its page that are written in the same language."""
+    kind: str
+    text: str
+    why_not: str | None
+    """Why no test executes it."""
+
+    def __str__(self) -> str:
+        """Where it is."""
+        return f"{self.page}, {self.kind} block {self.number}"
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The blocks of a page, whose path begins at the top of the repository."""
+    numbers: dict[str, int] = {}
+    found = []
+    for match in _BLOCK.finditer((ROOT / page).read_text()):
+        number = numbers.setdefault(match["kind"], 0)
+        numbers[match["kind"]] += 1
+        found.append(Block(page, number, match["kind"], match["text"], match["why"]))
+    return found
+
+
+def all_blocks() -> list[Block]:
+    """The blocks of all pages."""
+    pages = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    return [block for page in pages for block in blocks_of(page)]
