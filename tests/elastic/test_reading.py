@@ -53,7 +53,8 @@ plain = torch.optim.SGD(model.parameters(), lr=1.0)
 named = [("counts", counts)]
 
 def loss(epoch, batch):
-    time.sleep(0.01)
+    # Workers that are started in the place of lost ones come before the others have finished.
+    time.sleep(0.01 if hvd.size() >= 3 else 0.2)
     return -counts[epoch, batch["row"]].sum()
 
 def end():

@@ -323,7 +323,10 @@ mod tests {
             told("--ranks 8 --hosts 3"),
             "the number of hosts must be a divisor of the number of ranks: 3"
         );
-        assert_eq!(told("--ranks 8 --hosts 4 --bandwidth 0"), "the bandwidth must be more than 0: 0");
+        assert_eq!(
+            told("--ranks 8 --hosts 4 --bandwidth 0"),
+            "the bandwidth must be at least 1000 bytes per second: 0"
+        );
         assert_eq!(told("--ranks 8 --hosts 4 --latency=-1"), "--latency");
         assert!(read("--ranks 8").is_err());
         assert!(read("--ranks 8 --hosts 4 --forward 5").is_err(), "a pass of no model");

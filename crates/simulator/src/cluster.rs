@@ -14,6 +14,9 @@ use crate::{Error, Result};
 const MOST_RANKS: u32 = 4096;
 /// The most ranks of a host: schedules within a host have a message for each pair of ranks.
 const MOST_LOCAL: u32 = 128;
+/// Bytes per second: times of lower rates may be longer than a duration can be.
+const LEAST_RATE: f64 = 1000.0;
+const MOST_SLOWDOWN: f64 = 1e6;
 /// Bytes of a packet's headers: IP and TCP with timestamps, within the MTU.
 const HEADERS: f64 = 52.0;
 /// Bytes around a packet: Ethernet's header, checksum, preamble and gap.
@@ -107,11 +110,14 @@ impl Cluster {
         if !(0.0..=0.5).contains(&self.loss) {
             return wrong("the share of lost packets", "from 0 to 0.5", self.loss.to_string());
         }
-        if !(self.slowdown >= 1.0 && self.slowdown.is_finite()) {
-            return wrong("the slowdown", "at least 1", self.slowdown.to_string());
+        if !(1.0..=MOST_SLOWDOWN).contains(&self.slowdown) {
+            return wrong("the slowdown", "from 1 to 1000000", self.slowdown.to_string());
         }
-        if self.mtu < 576 || self.interfaces == 0 {
-            return wrong("the interfaces", "at least one with an MTU of 576", self.interfaces.to_string());
+        if self.interfaces == 0 {
+            return wrong("the number of interfaces", "at least 1", self.interfaces.to_string());
+        }
+        if self.mtu < 576 {
+            return wrong("the MTU", "at least 576", self.mtu.to_string());
         }
         for (what, rate) in [
             ("the bandwidth", self.bandwidth),
@@ -119,8 +125,8 @@ impl Cluster {
             ("the memory rate", self.memory_rate),
             ("the socket rate", self.socket_rate),
         ] {
-            if rate.is_nan() || rate <= 0.0 {
-                return wrong(what, "more than 0", rate.to_string());
+            if rate.is_nan() || rate < LEAST_RATE {
+                return wrong(what, "at least 1000 bytes per second", rate.to_string());
             }
         }
         Ok(())

@@ -284,8 +284,12 @@ def _names(source: Any) -> list[str]:
 def _counted_by_spark(
     frame: Any, columns: list[str] | None, before: Mapping[str, ColumnStatistics]
 ) -> dict[str, _Tally]:
-    chosen = frame.select(*(f"`{name}`" for name in _present(columns, frame.columns)))
-    kinds = {field.name: _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields}
+    names = _present(columns, frame.columns)
+    # Spark would read a dot in a name as the field of a struct, so the columns have numbers until they are counted.
+    quoted = [frame["`" + name.replace("`", "``") + "`"] for name in names]
+    chosen = frame.select(*(column.alias(f"column{number}") for number, column in enumerate(quoted)))
+    of_spark = [_SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields]
+    kinds = dict(zip(names, of_spark, strict=True))
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - in a task
@@ -294,8 +298,8 @@ def _counted_by_spark(
 
         found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in batches:
-            for name, tally in found.items():
-                tally.add(batch.column(name))
+            for column, tally in zip(batch.columns, found.values(), strict=True):
+                tally.add(column)
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(found)], pa.binary())], names=["part"])
 
     whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
@@ -321,8 +325,8 @@ def _counted(
     def count(unit: Unit) -> dict[str, _Tally]:
         found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in unit.batches():
-            for name, tally in found.items():
-                tally.add(batch.column(name))
+            for column, tally in zip(batch.columns, found.values(), strict=True):
+                tally.add(column)
         return found
 
     whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
@@ -342,7 +346,8 @@ def _kind(kind: pa.DataType) -> str:
         return "number"
     if types.is_string(inner) or types.is_large_string(inner) or types.is_boolean(inner) or inner == pa.string_view():
         return "value"
-    return "list" if types.is_list(inner) or types.is_large_list(inner) else "other"
+    is_list = types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner)
+    return "list" if is_list else "other"
 
 
 def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:

@@ -83,7 +83,7 @@ def _run(folder: Path) -> None:
     places = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     env = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu", "PYTHONPATH": places}
     done = subprocess.run(  # noqa: S603 - this interpreter
-        [sys.executable, "-c", _COMMAND, str(folder)],
+        [sys.executable, "-P", "-c", _COMMAND, str(folder)],  # no modules of the current directory
         env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False,
     )  # fmt: skip
     if done.returncode:
