@@ -48,7 +48,7 @@ lengths = set()
     3: """
     lengths.add(batch["tokens"].shape[1])
 assert lengths == {128}
-pa.csv.write_csv(pa.table({"age": [20, 30] * 50, "port": ["S", "C"] * 50, "bought": [0, 1] * 50}), "tomorrow.csv")
+pa.csv.write_csv(pa.table(rows), "tomorrow.csv")
 """,
 }
 

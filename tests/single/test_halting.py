@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import numpy as np
@@ -221,8 +222,8 @@ class Fake:
             raise OSError("read-only file system")
         self.calls.append("ask")
 
-    def interrupt(self):
-        self.calls.append("interrupt")
+    def end(self):
+        self.calls.append("end")
 
 
 def request(endpoint, path, method="POST"):
@@ -258,7 +259,7 @@ def test_only_who_knows_the_token_can_stop(serve):
     assert stop.calls == []
     assert request(endpoint, f"{endpoint.path}stop") == (204, "*")
     assert request(endpoint, f"{endpoint.path}end")[0] == 204
-    assert stop.calls == ["ask", "interrupt"]
+    assert stop.calls == ["ask", "end"]
 
 
 def test_a_store_that_refuses_the_request_is_said(serve, caplog):
@@ -277,3 +278,27 @@ def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             time.sleep(0.01)
+
+
+def test_the_second_click_of_a_double_click_does_not_end_the_fit(remote, monkeypatch):
+    ended = []
+    monkeypatch.setattr(halting._thread, "interrupt_main", lambda: ended.append(True))
+    now = [100.0]
+    stop = Stop(remote, clock=lambda: now[0])
+    stop.ask()
+    now[0] += 0.3
+    assert not stop.end()
+    assert not ended
+    now[0] += 3.0
+    assert stop.end()
+    assert ended
+
+
+def test_a_fit_in_another_thread_ends_at_the_next_report(remote, monkeypatch):
+    monkeypatch.setattr(halting._thread, "interrupt_main", lambda: None)
+    stop = Stop(remote)
+    stop.check()
+    stop.interrupt()
+    stop.check()  # the main thread gets KeyboardInterrupt
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="as asked for in the notebook"):
+        pool.submit(stop.check).result()

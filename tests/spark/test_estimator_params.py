@@ -208,6 +208,10 @@ def test_none_stands_for_the_default_and_what_is_no_parameter_is_refused(kind):
     assert made.getBatchSize() == 32
     assert not made.isSet("batch_size")
     assert made.isSet("epochs")
+    assert made.setEpochs(None).getEpochs() == 1
+    assert made.setCallbacks(None).getCallbacks() == []
+    with pytest.raises(AttributeError, match=r"epochs is a parameter: use setParams\(epochs=\.\.\.\)"):
+        made.epochs = 3
     with pytest.raises(TypeError, match=r"no parameter of .*: epoch$"):
         ESTIMATORS[kind](epoch=3)
     with pytest.raises(TypeError, match="positional"):

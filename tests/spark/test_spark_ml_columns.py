@@ -213,7 +213,9 @@ def test_sequences_of_different_lengths_go_in_and_a_loaded_model_pads_them_too(s
     rows = [([int(one) for one in random.integers(1, 20, random.integers(0, 12))], float(row % 5)) for row in range(64)]
     frame = spark.createDataFrame(rows, "tokens array<int>, y double")
     fitted = maker(tmp_path, Pad(max_length=8)).fit(frame)
-    assert fitted.getRagged() == {"tokens": {"dtype": "int32", "value": 0, "max_length": 8, "buckets": 1}}
+    assert fitted.getRagged() == {
+        "tokens": {"dtype": "int32", "value": 0, "max_length": 8, "buckets": 1, "nested": False}
+    }
     fitted.write().overwrite().save(f"{tmp_path}/model")
     again = type(fitted).load(f"{tmp_path}/model")
     odd = spark.createDataFrame([([1, 2], 0.0), ([], 0.0), (None, 0.0), (list(range(1, 12)), 0.0)], frame.schema)

@@ -291,12 +291,15 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         """
 
         def report(_rank: int, record: dict[str, Any]) -> None:
-            shown.report(record)
+            with contextlib.suppress(KeyError, TypeError):  # a report of a callback of the user's may lack something
+                shown.report(record)
             if tracker is not None:
                 tracker.report(record)
-            if stop is not None and stop.is_news():
-                shown.message("stopping, as asked for in the notebook")
-                run.event("stop", "asked for in the notebook")
+            if stop is not None:
+                stop.check()
+                if stop.is_news():
+                    shown.message("stopping, as asked for in the notebook")
+                    run.event("stop", "asked for in the notebook")
 
         more: dict[str, Any] = {}
         # A backend of the user's may have Horovod's `run`, which knows of no progress.

@@ -104,6 +104,21 @@ class Parameters(Params):
         if getattr(cls.__init__, "__wrapped__", cls.__init__) is Parameters.__init__:
             cls.__init__ = _constructor(cls)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses a value in the place of a parameter, which would be lost."""
+        if isinstance(getattr(type(self), name, None), Parameter) and not isinstance(value, Param):
+            raise AttributeError(f"{name} is a parameter: use setParams({name}=...)")
+        super().__setattr__(name, value)
+
+    def _set(self, **kwargs: Any) -> Self:
+        """As pyspark's; but `None` stands for the default, as in the constructor."""
+        for name in [name for name, value in kwargs.items() if value is None]:
+            parameter = self.getParam(name)
+            if isinstance(parameter, Parameter) and parameter.default is not None:
+                self.clear(parameter)
+                del kwargs[name]
+        return super()._set(**kwargs)
+
     def setParams(self, **params: Any) -> Self:
         """Sets several parameters by name and returns the object itself.
 
@@ -143,7 +158,7 @@ def _constructor(kind: type[Parameters]) -> Callable[..., None]:
         Parameters.__init__(self, **{name: value for name, value in given.items() if name not in kind._UNUSED})
 
     types = {name: text for base in reversed(kind.__mro__) for name, text in inspect.get_annotations(base).items()}
-    keywords = {one.name: _optional(str(types[one.name])) for one in stated(kind)}
+    keywords = {one.name: _optional(str(types.get(one.name, "Any"))) for one in stated(kind)}
     keywords |= dict.fromkeys(kind._UNUSED, "Any")
     lines = [
         textwrap.fill(f"{one.name}: {one.told}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)

@@ -53,6 +53,8 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     `KerasModel.read().custom_objects({...}).load(path)`, which runs none.
     """
 
+    _UNUSED = ("_metadata", "_floatx")  # Horovod's description of columns, and Keras's type of floats
+
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns them.",
         check.anything,

@@ -84,7 +84,8 @@ class TensorboardTracker(Tracker):
             self._points += 1
             step = record["epoch"] * record["steps"] + record["step"]
             for name in _NUMBERS:
-                self._steps.add(self._scalar(f"step/{name}", float(record[name])), step)
+                if record.get(name) is not None:
+                    self._steps.add(self._scalar(f"step/{name}", float(record[name])), step)
         if not is_step or now - self._written >= _WRITE_SECONDS:
             self._written = now
             self._steps.write()
@@ -142,6 +143,7 @@ class _File:
         try:
             self._store.write(self._name, self._data.getvalue())
         except OSError as error:
+            self._changed = True
             _LOG.warning("%s for TensorBoard cannot be written: %s", self._name, error)
 
     def _begin(self) -> None:

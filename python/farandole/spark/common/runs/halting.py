@@ -36,23 +36,31 @@ _EVERY = 1.0
 """Seconds between two looks at the store, and between two steps after which ranks may end, about."""
 
 
+_DOUBLE = 2.0
+"""Seconds after the first click in which another one is taken for the second of a double click."""
+
+
 class Stop:
     """Stops one fit. Its methods may be called from any thread.
 
     Attributes:
         in_order: Whether the fit can end in order; a store that does not save runs has no place for the request.
         asked: Whether the fit was asked to end in order.
+        ended: Whether the fit was asked to end at once.
 
     Args:
         store: Of the run.
+        clock: In seconds.
     """
 
-    def __init__(self, store: RemoteStore) -> None:
+    def __init__(self, store: RemoteStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._clock = clock
+        self._asked_at = float("-inf")
         self._token = secrets.token_hex(16)
         self._told = False
         self.in_order = store.run_path is not None
-        self.asked = False
+        self.asked = self.ended = False
 
     def variables(self) -> dict[str, str]:
         """Variables of the workers."""
@@ -68,11 +76,32 @@ class Stop:
             self.interrupt()
             return
         self._store.write(NAME, self._token.encode())
-        self.asked = True
+        self.asked, self._asked_at = True, self._clock()
+
+    def end(self) -> bool:
+        """Ends the fit at once, unless it has just been asked to end in order, by the first click of a double click.
+
+        Returns:
+            Whether it ends.
+        """
+        if self._clock() - self._asked_at < _DOUBLE:
+            return False
+        self.interrupt()
+        return True
 
     def interrupt(self) -> None:
         """Ends the fit at once, with `KeyboardInterrupt` in the main thread."""
+        self.ended = True
         _thread.interrupt_main()
+
+    def check(self) -> None:
+        """Called when something is heard of the workers.
+
+        Raises:
+            RuntimeError: The fit is to end at once, and its thread gets no `KeyboardInterrupt`, like those of a search.
+        """
+        if self.ended and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the fit was ended, as asked for in the notebook")
 
     def is_news(self) -> bool:
         """Whether the fit was asked to end since the last call."""

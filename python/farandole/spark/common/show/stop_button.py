@@ -45,12 +45,13 @@ _SCRIPT = """
 var button = this, text = this.nextElementSibling, what = this.dataset.what;
 button.disabled = true;
 fetch(LINK + what, {method: 'POST'}).then(function (answer) {
-  if (!answer.ok) { throw answer.status; }
+  if (answer.status !== 204) { throw answer.status; }
   text.textContent = what === 'stop' && IN_ORDER ? STOPPING : ENDING;
   if (what === 'stop' && IN_ORDER) {
     button.dataset.what = 'end';
     button.textContent = AT_ONCE;
-    button.disabled = false;
+    // The second click of a double click does not count.
+    setTimeout(function () { button.disabled = false; }, 2000);
   }
 }).catch(function () {
   button.disabled = false;
@@ -75,7 +76,7 @@ class Endpoint:
 
     def __init__(self, stop: Stop) -> None:
         self.path = f"/{secrets.token_hex(16)}/"
-        actions = {f"{self.path}stop": stop.ask, f"{self.path}end": stop.interrupt}
+        actions = {f"{self.path}stop": stop.ask, f"{self.path}end": stop.end}
         self._server = _Server(("127.0.0.1", 0), _handler(actions))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
@@ -104,7 +105,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """A client that is gone."""
 
 
-def _handler(actions: dict[str, Callable[[], None]]) -> type[BaseHTTPRequestHandler]:
+def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10.0
 
@@ -117,7 +118,7 @@ def _handler(actions: dict[str, Callable[[], None]]) -> type[BaseHTTPRequestHand
                 return
             try:
                 found[0]()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - the button says that it does not work
                 _LOG.warning("the fit cannot be stopped: %s", error)
                 self._answer(503)
             else:
@@ -202,7 +203,7 @@ def _plain(stop: Stop) -> Callable[[], None]:
 def _widget(stop: Stop) -> Callable[[], None] | None:
     """The widget, where there is one whose clicks come while a cell runs."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if not hasattr(getattr(shell, "kernel", None), "shell_channel_thread"):
+    if getattr(getattr(shell, "kernel", None), "shell_channel_thread", None) is None:
         return None
     try:
         import ipywidgets  # pyright: ignore[reportMissingImports]
@@ -230,12 +231,11 @@ def _heard(shown: Any, stop: Stop) -> bool:
 
     def clicked() -> None:
         if stop.asked or not stop.in_order:
-            shown.disabled = True
-            stop.interrupt()
+            shown.disabled = stop.end()
             return
         try:
             stop.ask()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             _LOG.warning("the fit cannot be stopped: %s", error)
         else:
             shown.description = AT_ONCE
