@@ -30,6 +30,8 @@ def train(state):
             return print(f"over {hvd.size()}", flush=True)
         time.sleep(0.02)
         state.commit()
+        if state.step == 3:
+            print("has committed", flush=True)
 
 hvd.init()
 run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
@@ -163,6 +165,7 @@ def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_al
     flags = ("-np", 4, "--min-np", 2, "--journal", "journal", *(["--dial-out"] if links == "by the launcher" else []))
     killed = start(bed, *flags)
     before = members(killed, "h1", "h1", "h2", "h2")
+    until(lambda: sum(line.endswith(":has committed") for line in killed.lines) >= 4, lambda: killed.said)
     killed.send(signal.SIGKILL)
     assert killed.wait() != 0
     # Longer than workers outlive a launcher without a journal.
