@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jupyter_client.blocking.client import BlockingKernelClient
 
 pytestmark = pytest.mark.timeout(180)
+DOUBLE_CLICK = 2.1
+"""Seconds after which a click is not the second of a double click."""
 
 WAITS = """
 import time
@@ -149,6 +151,7 @@ def test_the_button_in_html_is_heard_while_a_cell_runs_and_goes_with_it(plain, t
     link = cell.link()
     assert post(f"{link}stop") == 204
     cell.says("asked True")
+    time.sleep(DOUBLE_CLICK)
     assert post(f"{link}end") == 204
     assert cell.ends() == "KeyboardInterrupt"
     updates = [one["content"]["data"]["text/html"] for one in cell.sent if one["msg_type"] == "update_display_data"]
@@ -180,6 +183,7 @@ def test_the_widget_is_heard_while_a_cell_runs(client, tmp_path):
             and content["data"].get("state", {}).get("description") == "End at once"
         )
     )
+    time.sleep(DOUBLE_CLICK)
     click()
     assert cell.ends() == "KeyboardInterrupt"
     assert not any("farandole-stop" in str(one["content"]) for one in cell.sent), "one button is enough"

@@ -26,7 +26,7 @@ class Fake:
     def ask(self) -> None:
         self.calls.append("ask")
 
-    def interrupt(self) -> None:
+    def end(self) -> None:
         self.calls.append("interrupt")
 
 

@@ -41,6 +41,7 @@ _ENDING = "ending with KeyboardInterrupt"
 _INTERRUPT = "interrupt the kernel to end fit at once"
 _LOG = logging.getLogger("farandole")
 
+# The second click of a double click does not count, so the button waits. Lines are joined: no comments of a line.
 _SCRIPT = """
 var button = this, text = this.nextElementSibling, what = this.dataset.what;
 button.disabled = true;
@@ -50,7 +51,6 @@ fetch(LINK + what, {method: 'POST'}).then(function (answer) {
   if (what === 'stop' && IN_ORDER) {
     button.dataset.what = 'end';
     button.textContent = AT_ONCE;
-    // The second click of a double click does not count.
     setTimeout(function () { button.disabled = false; }, 2000);
   }
 }).catch(function () {
