@@ -65,7 +65,8 @@ def test_the_example_trains_a_network_of_its_cells_and_draws_while_it_does(clien
     points = [len(line[1].split()) for line in lines if line is not None]
     assert points == sorted(points), "the chart grows"
     assert points[-1] == 10
-    assert [output.output_type for output in fit.outputs if output.output_type != "stream"] == ["display_data"]
+    displays = [output.output_type for output in fit.outputs if output.output_type != "stream"]
+    assert displays == ["display_data"] * 2, "the chart, and the button that stops the fit"
     assert "<svg" in history.outputs[0].data["text/html"]
     assert {"rank 0 of 2", "rank 1 of 2"} <= {line.partition(":")[2] for line in printed(share).splitlines()}
     assert share.outputs[-1].data["text/plain"] == "[0.5, 0.5]"
