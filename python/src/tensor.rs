@@ -260,8 +260,9 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
     }
     py.detach(|| {
         for (to, from, bytes) in copies.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
-            // SAFETY: the caller passes the addresses of two live tensors of this length, of which nobody writes the first
-            // or reads the second until the call returns; they were seen to have nothing in common.
+            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. Nobody else
+            // uses the target meanwhile, and nobody writes the source: an optimizer waits for copies of another thread
+            // before its step. Both were seen to have nothing in common.
             let (from, to) = unsafe {
                 (
                     std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), bytes),

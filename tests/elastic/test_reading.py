@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Processes start slowly on a machine that is busy with other tests.
 PATIENCE = 150
-ROWS, EPOCHS, KILLS = 997, 6, 4
+ROWS, EPOCHS, KILLS = 997, 6, 5
 BEGIN = f"""
 import json, os, sys, time
 import torch

@@ -51,7 +51,7 @@ impl Flat {
     /// As [`Flat::write`], past the caches.
     pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
         self.pieces(at, from.len(), |offset, buffer| {
-            // SAFETY: as in `write`.
+            // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends here.
             let bytes = unsafe { buffer.bytes_mut() };
             copy_past_caches(&from[offset..offset + bytes.len()], bytes);
         });
