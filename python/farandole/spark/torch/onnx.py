@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.model.onnx import batch_of, check, first_line, names_of, placed
+from farandole.spark.common.model.onnx import batch_of, check, names_of, placed, reason
 from farandole.spark.torch.tensors import outputs_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def write(
                 **options,
             )
     except Exception as error:
-        raise ValueError(f"torch cannot export {name} to ONNX: {first_line(error)}") from error
+        raise ValueError(f"torch cannot export {name} to ONNX: {reason(error)}") from error
     finally:
         quiet.setLevel(level)
 

@@ -188,6 +188,18 @@ def check(
         raise ValueError(f"ONNX Runtime cannot run the exported model: {first_line(error)}") from error
 
 
+def reason(error: BaseException) -> str:
+    """Two lines of the error that an error was raised from in the first place: others give only general advice.
+
+    Args:
+        error: any. Keras names the layer in the first line, and what is wrong in the second.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its class where there is none.
 
