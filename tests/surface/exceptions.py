@@ -110,7 +110,6 @@ EXCEPTIONS = {
         horovod.spark.common.store: AbstractFilesystemStore.read_serialized_keras_model
         horovod.spark.common.store: DBFSLocalStore.read_serialized_keras_model
         horovod.spark.keras.bare
-        horovod.spark.keras.estimator: KerasModel.__init__
         horovod.spark.keras.optimizer
         horovod.spark.keras.remote: BYTES_PER_GIB
         horovod.spark.keras.remote: RemoteTrainer
