@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
 from farandole.spark.common import LocalStore
+from farandole.spark.common.runs import board
 from farandole.spark.common.runs.board import FILE, TensorboardTracker
 
 PARAMETERS = {"batch_size": 8, "shuffle": True, "loss_weights": [0.5, 0.5], "run_id": "mine"}
@@ -22,16 +26,40 @@ def step(epoch, number, loss=0.5):
     return {"kind": "step", **place, "rows_per_second": 100.0, "loss": loss}
 
 
+class Store:
+    """A run's store whose writes wait while `open` is not set, and whose next reads fail."""
+
+    def __init__(self, remote):
+        self._remote = remote
+        self.logs_subdir = remote.logs_subdir
+        self.asked, self.open = threading.Event(), threading.Event()
+        self.open.set()
+        self.failures = 0
+        self.written = []
+
+    def read(self, name):
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the store is not there")
+        return self._remote.read(name)
+
+    def write(self, name, data):
+        self.asked.set()
+        self.open.wait(10)
+        self._remote.write(name, data)
+        self.written.append((name, data))
+
+
 class Run:
     """A run's trackers and files, by a clock that the test sets."""
 
     def __init__(self, directory):
         self.now = 0.0
         self.logs = directory / "runs/mine/logs"
-        self._remote = LocalStore(str(directory)).to_remote("mine")
+        self.store = Store(LocalStore(str(directory)).to_remote("mine"))
 
     def tracker(self):
-        return TensorboardTracker(self._remote, PARAMETERS, clock=lambda: self.now)
+        return TensorboardTracker(self.store, PARAMETERS, clock=lambda: self.now)
 
     @property
     def details(self):
@@ -82,6 +110,10 @@ def test_it_has_parameters_steps_and_the_model(run):
             tracker.report(step(1, number, loss=1 / number))
         tracker.report(step(1, 4))  # too soon
         tracker.report({"kind": "epoch", "entry": {}})
+        deadline = time.monotonic() + 10
+        while len(points(run.steps, "step/loss") if (run.logs / "steps" / FILE).exists() else ()) < 3:
+            assert time.monotonic() < deadline, "an epoch's points are not written while the fit runs"
+            time.sleep(0.01)
         assert points(run.steps, "step/loss") == [(11, 1.0), (12, 0.5), (13, pytest.approx(1 / 3))]
         tracker.model(torch.nn.Linear(2, 1), "pytorch")
     assert points(run.steps, "step/rows_per_second")[0] == (11, 100.0)
@@ -110,6 +142,58 @@ def test_files_grow_from_fit_to_fit_and_a_failure_is_marked(run):
     assert ends(run.details) == [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE]
 
 
+def test_a_slow_store_does_not_delay_reports_and_the_end_writes_everything(run):
+    run.store.open.clear()
+    with run.tracker() as tracker:
+        assert run.store.asked.wait(10)
+        for epoch in range(3):
+            run.now += 20
+            tracker.report(step(epoch, 1))
+            tracker.report({"kind": "epoch", "entry": {}})
+        assert run.store.written == []
+        run.store.open.set()
+    assert [place for place, _ in points(run.steps, "step/loss")] == [1, 11, 21]
+    assert ends(run.details)
+    for file in {name for name, _ in run.store.written}:
+        sizes = [data for name, data in run.store.written if name == file]
+        assert all(after.startswith(before) for before, after in itertools.pairwise(sizes))
+
+
+def test_no_thread_is_left_after_a_fit(run):
+    with run.tracker():
+        assert "farandole-tensorboard" in [one.name for one in threading.enumerate()]
+    assert "farandole-tensorboard" not in [one.name for one in threading.enumerate()]
+
+
+def test_earlier_events_stay_where_a_file_cannot_be_read_at_first(run, caplog, monkeypatch):
+    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
+    with run.tracker() as tracker:
+        tracker.report(step(0, 1))
+    details, steps = run.details, run.steps
+    run.store.failures = 2
+    with run.tracker() as tracker:
+        tracker.report(step(1, 1))
+    assert run.details.startswith(details)
+    assert run.steps.startswith(steps)
+    assert [place for place, _ in points(run.steps, "step/loss")] == [1, 11]
+    assert "for TensorBoard cannot be read: the store is not there" in caplog.text
+
+
+def test_a_file_that_can_never_be_read_is_left_as_it_is(run, caplog, monkeypatch):
+    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
+    with run.tracker() as tracker:
+        tracker.report(step(0, 1))
+    details, steps = run.details, run.steps
+    run.store.failures = 1000
+    with run.tracker() as tracker:
+        tracker.report(step(1, 1))
+    assert (run.details, run.steps) == (details, steps)
+    told = [one.getMessage() for one in caplog.records]
+    for name in (f"logs/{FILE}", f"logs/steps/{FILE}"):
+        lost = f"{name} for TensorBoard cannot be read: the store is not there; it lacks events of this fit"
+        assert told.count(lost) == 1
+
+
 def test_it_does_not_load_tensorflow(tmp_path):
     code = f"""
 import sys
@@ -134,7 +218,8 @@ def test_a_long_run_has_a_few_thousand_points(run):
     assert len(points(run.steps, "step/loss")) == pytest.approx(3500, abs=2)
 
 
-def test_a_store_that_cannot_be_written_fails_no_fit(run, caplog):
+def test_a_store_that_cannot_be_written_fails_no_fit(run, caplog, monkeypatch):
+    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
     run.logs.parent.mkdir(parents=True)
     run.logs.write_text("a file in the place of the directory")
     with run.tracker() as tracker:

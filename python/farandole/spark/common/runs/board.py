@@ -7,12 +7,14 @@
     logs/steps/events.out.tfevents.details    loss and speed within epochs
 
 TensorBoard reads the files of a directory in the order of their names, and reads on in the last one. Files only grow.
+A thread reads and writes them, so a slow store does not delay the training.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import threading
 import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -32,6 +34,9 @@ _WRITE_SECONDS: Final = 10.0
 _STEP_SECONDS: Final = 0.5
 _POINTS: Final = 2000
 """Points after which twice the time passes between two."""
+_LAST_ATTEMPTS: Final = 3
+"""How often the end of a fit tries to write a file."""
+_AGAIN_SECONDS: Final = 1.0
 _NUMBERS: Final = ("loss", "rows_per_second")
 _LOG = logging.getLogger("farandole")
 
@@ -39,7 +44,7 @@ _LOG = logging.getLogger("farandole")
 class TensorboardTracker(Tracker):
     """Logs for TensorBoard into the directory of the run.
 
-    A file that cannot be written is one line in the log and never fails a fit.
+    A file that cannot be read or written is a warning in the log and never fails a fit.
 
     Args:
         store: Of the run.
@@ -67,13 +72,15 @@ class TensorboardTracker(Tracker):
         self._clock = clock
         self._details = _File(store, f"{store.logs_subdir}/{FILE}")
         self._steps = _File(store, f"{store.logs_subdir}/steps/{FILE}")
+        self._writer = _Writer((self._details, self._steps))
         self._points = 0
         self._taken = self._written = float("-inf")
 
     def __enter__(self) -> Self:
         """Logs the parameters."""
+        self._writer.start()
         self._details.add(self._begin(self._parameters), 0)
-        self._details.write()
+        self._writer.write()
         return self
 
     def report(self, record: dict[str, Any]) -> None:
@@ -88,7 +95,7 @@ class TensorboardTracker(Tracker):
                     self._steps.add(self._scalar(f"step/{name}", float(record[name])), step)
         if not is_step or now - self._written >= _WRITE_SECONDS:
             self._written = now
-            self._steps.write()
+            self._writer.write()
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """As `Tracker.model`."""
@@ -104,14 +111,54 @@ class TensorboardTracker(Tracker):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `Tracker.__exit__`."""
-        self._details.add(_end(failed=kind is not None), 0)
-        self._details.write()
-        self._steps.write()
+        """As `Tracker.__exit__`; waits until all is written."""
+        try:
+            self._details.add(_end(failed=kind is not None), 0)
+        finally:
+            self._writer.close()
+
+
+class _Writer:
+    """A thread that writes files into the store.
+
+    Args:
+        files: What it writes.
+    """
+
+    def __init__(self, files: tuple[_File, ...]) -> None:
+        self._files = files
+        self._asked = threading.Event()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="farandole-tensorboard", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def write(self) -> None:
+        """Has the thread write what is new; does not wait for it."""
+        self._asked.set()
+
+    def close(self) -> None:
+        """Writes what is new and ends the thread."""
+        self._ends.set()
+        self._asked.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._ends.is_set():
+            self._asked.wait()
+            self._asked.clear()
+            for file in self._files:
+                file.write()
+        for file in self._files:
+            file.finish()
 
 
 class _File:
     """A file of events that grows, also from one fit of a run to the next.
+
+    It is read before it is first written. While it cannot be read, it is left as it is and events are kept in memory.
 
     Args:
         store: Of the run.
@@ -121,8 +168,10 @@ class _File:
     def __init__(self, store: RemoteStore, name: str) -> None:
         self._store = store
         self._name = name
-        self._data = io.BytesIO()
-        self._begun = self._changed = False
+        self._lock = threading.Lock()
+        self._new = io.BytesIO()
+        self._before: bytes | None = None
+        self._changed = self._told = False
 
     def add(self, summary: Any, step: int) -> None:
         """Takes one event.
@@ -131,36 +180,55 @@ class _File:
             summary: TensorBoard's message.
             step: Its place on the axis of steps.
         """
-        if not self._begun:
-            self._begin()
-        self._put(summary=summary, step=step)
+        event = _record(summary=summary, step=step)
+        with self._lock:
+            self._new.write(event)
+            self._changed = True
 
     def write(self) -> None:
-        """Writes what is new into the store."""
-        if not self._changed:
-            return
-        self._changed = False
-        try:
-            self._store.write(self._name, self._data.getvalue())
-        except OSError as error:
-            self._changed = True
-            _LOG.warning("%s for TensorBoard cannot be written: %s", self._name, error)
+        """Writes what is new into the store; what fails is tried again by the next call."""
+        failure = self._attempt()
+        if failure is not None and not self._told:
+            self._told = True
+            _LOG.warning("%s for TensorBoard cannot be %s; the next write tries it again", self._name, failure)
 
-    def _begin(self) -> None:
-        self._begun = True
-        try:
-            before = self._store.read(self._name)
-        except OSError:
-            before = None
-        if before:
-            self._data.write(before)
-        else:
-            self._put(file_version="brain.Event:2")
+    def finish(self) -> None:
+        """Writes what is new for the last time."""
+        failure = self._attempt()
+        for _ in range(_LAST_ATTEMPTS - 1):
+            if failure is None:
+                return
+            time.sleep(_AGAIN_SECONDS)
+            failure = self._attempt()
+        if failure is not None:
+            _LOG.warning("%s for TensorBoard cannot be %s; it lacks events of this fit", self._name, failure)
 
-    def _put(self, **fields: Any) -> None:
-        event = _library("compat.proto.event_pb2").Event(wall_time=time.time(), **fields)
-        _library("summary.writer.record_writer").RecordWriter(self._data).write(event.SerializeToString())
-        self._changed = True
+    def _attempt(self) -> str | None:
+        """Writes what is new, and returns what failed."""
+        with self._lock:
+            if not self._changed:
+                return None
+            self._changed = False
+            new = self._new.getvalue()
+        what = "read"
+        try:
+            if self._before is None:
+                self._before = self._store.read(self._name) or _record(file_version="brain.Event:2")
+            what = "written"
+            self._store.write(self._name, self._before + new)
+        except Exception as error:  # noqa: BLE001 - the training continues without TensorBoard
+            with self._lock:
+                self._changed = True
+            return f"{what}: {error}"
+        return None
+
+
+def _record(**fields: Any) -> bytes:
+    """An event, as a file has it."""
+    data = io.BytesIO()
+    event = _library("compat.proto.event_pb2").Event(wall_time=time.time(), **fields)
+    _library("summary.writer.record_writer").RecordWriter(data).write(event.SerializeToString())
+    return data.getvalue()
 
 
 def _library(name: str) -> Any:
