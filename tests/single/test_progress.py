@@ -63,6 +63,28 @@ def test_an_unknown_report_is_passed_over():
         shown.report({"kind": "something newer"})
 
 
+@pytest.mark.parametrize("name", ["epochs", "steps", "rows_per_second"])
+def test_a_report_of_a_user_that_lacks_what_estimators_add_is_passed_over(name):
+    stream = io.StringIO()
+    with progress.Lines(stream) as shown:
+        for report in (EPOCH, STEP):
+            shown.report({key: value for key, value in report.items() if key != name})
+            shown.report(report | {name: None})
+    assert stream.getvalue() == ""
+
+
+def test_a_number_that_is_missing_is_not_shown(capfd):
+    pytest.importorskip("rich")
+    entry = {"epoch": 0, "train": {"loss": None, "all_metrics": [{"accuracy": 0.5, "recall": None}]}, "seconds": None}
+    stream = io.StringIO()
+    for shown in (progress.Lines(stream), progress.Bar()):
+        with shown:
+            shown.report(EPOCH | {"entry": entry})
+    assert stream.getvalue() == "epoch 1/3  accuracy 0.5000  1,234 rows/s\n"
+    assert history.flat(entry) == {"epoch": 0, "accuracy": 0.5}
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_the_history_becomes_one_row_per_epoch():
     frame = history.frame([ENTRY, ENTRY | {"epoch": 2}])
     assert list(frame.columns) == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "seconds", "rows"]

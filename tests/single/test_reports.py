@@ -42,6 +42,9 @@ def test_every_listener_gets_a_report_of_the_right_form(listeners):
     assert listeners.progress == [(1, record) for record in (STEP, EPOCH, *others)]
     listeners.send({"kind": "epoch", "entry": {"epoch": 4, "train": {"loss": float("nan"), "all_metrics": [{"a": 1}]}}})
     assert listeners.rows[-1] == "epoch/00000004"
+    missing = {"loss": None, "all_metrics": [{"accuracy": None}]}
+    listeners.send({"kind": "epoch", "entry": {"epoch": 5, "train": missing, "seconds": None}, "epochs": None})
+    assert listeners.rows[-1] == "epoch/00000005"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,15 @@ def test_every_listener_gets_a_report_of_the_right_form(listeners):
             {"kind": "epoch", "entry": {"epoch": 0, "validation": {"loss": 1.0}}},
             "all_metrics of its part 'validation' is no list of JSON objects",
         ),
+        (
+            {"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"note": "good"}]}}},
+            "the metric 'note' of its part 'train' is no number",
+        ),
+        ({"kind": "epoch", "entry": {"epoch": 0, "seconds": "2"}}, "its seconds is no number"),
+        (EPOCH | {"epochs": "3"}, "its epochs is no whole number"),
+        (STEP | {"epochs": 0}, "its epochs is 0"),
+        (EPOCH | {"steps": 0.5}, "its steps is no whole number"),
+        (STEP | {"rows_per_second": "fast"}, "its rows_per_second is no number"),
     ],
 )
 def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(listeners, caplog, record, reason):

@@ -482,6 +482,23 @@ class Telling(Here):
         return results
 
 
+def reports(state):
+    """A user's callback that sends reports of its own."""
+    from farandole.spark.task import report
+
+    report({"kind": "epoch", "entry": {"epoch": state.epoch}})
+    scores = {"loss": 0.5, "all_metrics": [{"note": "good"}]}
+    shown = {"epochs": 1, "steps": 1, "rows_per_second": 1.0}
+    report({"kind": "epoch", "entry": {"epoch": state.epoch, "train": scores}, **shown})
+
+
+def test_reports_of_a_callback_do_not_end_the_fit(data, capfd, caplog):
+    fitted = fit(data, linear(), epochs=1, callbacks=[reports], backend=LocalBackend(1), verbose=1)
+    assert len(fitted.getHistory()) == 1
+    assert capfd.readouterr().err.count("epoch 1/1  loss") == 1
+    assert "is left out: the metric 'note' of its part 'train' is no number" in caplog.text
+
+
 def test_tensorboard_reads_the_events_of_a_run(data):
     fitted = fit(data, linear(), epochs=2, run_id="r")
     events = (data / "runs" / "r" / "logs" / "events.out.tfevents.farandole").read_bytes()

@@ -4,7 +4,8 @@
 
 A report is any JSON object. Two kinds have a form, because curves are drawn of them: `{"kind": "step", "epoch": 0,
 "step": 3, "steps": 10, "loss": 0.5, ...}` and `{"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5,
-"all_metrics": [{"accuracy": 0.9}]}, ...}, ...}`.
+"all_metrics": [{"accuracy": 0.9}]}, ...}, ...}`. Estimators add `epochs` and `rows_per_second` to both, and `steps` to
+an epoch. A number of an entry may be `None`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def parsed(data: bytes) -> dict[str, Any]:
     match record.get("kind"):
         case "step":
             _check_step(record)
+            _check_course(record)
         case "epoch":
             _check_entry(record.get("entry"))
+            _check_course(record)
     return record
 
 
@@ -67,27 +70,50 @@ def _check_step(record: dict[str, Any]) -> None:
         raise MalformedError("its loss is no number")
 
 
+def _check_course(record: dict[str, Any]) -> None:
+    """Checks what estimators say of the whole run, where it is there."""
+    for name in ("epochs", "steps"):
+        if record.get(name) is not None:
+            _check_whole(record, name)
+    if record.get("epochs") == 0:
+        raise MalformedError("its epochs is 0")
+    if not _is_missing_or_number(record.get("rows_per_second")):
+        raise MalformedError("its rows_per_second is no number")
+
+
 def _check_entry(entry: Any) -> None:
     if not isinstance(entry, dict):
         raise MalformedError("its entry is no JSON object")
     _check_whole(entry, "epoch")
+    for name in ("seconds", "rows"):
+        if not _is_missing_or_number(entry.get(name)):
+            raise MalformedError(f"its {name} is no number")
     for part in ("train", "validation"):
-        scores = entry.get(part)
-        if not scores:
-            continue
-        if not isinstance(scores, dict) or "loss" not in scores:
-            raise MalformedError(f"its part {part!r} has no loss")
-        if not (scores["loss"] is None or _is_number(scores["loss"])):
-            raise MalformedError(f"the loss of its part {part!r} is no number")
-        groups = scores.get("all_metrics")
-        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise MalformedError(f"all_metrics of its part {part!r} is no list of JSON objects")
+        if scores := entry.get(part):
+            _check_scores(part, scores)
+
+
+def _check_scores(part: str, scores: Any) -> None:
+    if not isinstance(scores, dict) or "loss" not in scores:
+        raise MalformedError(f"its part {part!r} has no loss")
+    if not _is_missing_or_number(scores["loss"]):
+        raise MalformedError(f"the loss of its part {part!r} is no number")
+    groups = scores.get("all_metrics")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise MalformedError(f"all_metrics of its part {part!r} is no list of JSON objects")
+    for name, value in (one for group in groups for one in group.items()):
+        if not _is_missing_or_number(value):
+            raise MalformedError(f"the metric {name!r} of its part {part!r} is no number")
 
 
 def _check_whole(record: dict[str, Any], name: str) -> None:
     value = record.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MalformedError(f"its {name} is no whole number")
+
+
+def _is_missing_or_number(value: Any) -> bool:
+    return value is None or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -24,17 +24,20 @@ Entry = dict[str, Any]
 def flat(entry: Entry) -> dict[str, float]:
     """One entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it, `seconds`, `rows`.
 
+    A number that is `None` is left out.
+
     Args:
         entry: one epoch.
     """
-    row: dict[str, float] = {"epoch": entry["epoch"]}
+    row: dict[str, float | None] = {"epoch": entry["epoch"]}
     for prefix, part in (("", "train"), ("val_", "validation")):
         scores = entry.get(part)
         if scores:
             row[f"{prefix}loss"] = scores["loss"]
             for group in scores["all_metrics"]:
                 row |= {f"{prefix}{name}": value for name, value in group.items()}
-    return row | {key: entry[key] for key in ("seconds", "rows") if key in entry}
+    row |= {key: entry.get(key) for key in ("seconds", "rows")}
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def frame(history: list[Entry]) -> pd.DataFrame:

@@ -291,8 +291,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         """
 
         def report(_rank: int, record: dict[str, Any]) -> None:
-            with contextlib.suppress(KeyError, TypeError):  # a report of a callback of the user's may lack something
-                shown.report(record)
+            shown.report(record)
             if tracker is not None:
                 tracker.report(record)
             if stop is not None:

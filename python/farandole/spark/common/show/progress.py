@@ -5,7 +5,8 @@
 With `verbose=0` it shows nothing.
 
 Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind": "epoch", ...}` with an
-entry of the history. A report that cannot be shown never disturbs the training.
+entry of the history. `farandole.runner.reports` has checked them. A report of a user's own function may lack what
+estimators add; it is not shown.
 """
 
 # ruff: noqa: PLC0415 - rich is loaded where there is a terminal
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _QUIET_SECONDS = 10.0
 _HIDDEN = ("epoch", "seconds", "rows")
+_SHOWN = {"step": ("epochs", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
+"""What estimators add to a report, by its kind."""
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -35,10 +38,17 @@ class Progress(AbstractContextManager["Progress"]):
         """Says one sentence about the fit."""
 
     def report(self, report: dict[str, Any]) -> None:
-        """Takes what a worker has sent."""
-        if report.get("kind") == "step":
+        """Takes what a worker has sent.
+
+        Args:
+            report: Checked by `farandole.runner.reports`.
+        """
+        kind = report.get("kind")
+        if kind not in _SHOWN or any(report.get(name) is None for name in _SHOWN[kind]):
+            return
+        if kind == "step":
             self.step(report)
-        elif report.get("kind") == "epoch":
+        else:
             self.epoch(report)
 
     def step(self, report: dict[str, Any]) -> None:
@@ -126,7 +136,7 @@ class Bar(Progress):
         row = flat(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}
         self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
-        loss = {"loss": row["loss"], "rows_per_second": report["rows_per_second"]}
+        loss = {"loss": row.get("loss", float("nan")), "rows_per_second": report["rows_per_second"]}
         self._show(report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss)
 
     def _show(self, epoch: int, epochs: int, step: int, steps: int, numbers: dict[str, Any]) -> None:
