@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from tests.single.training import write
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore, SparkBackend
+from farandole.spark.common import estimator as estimators
+from farandole.spark.common.show.progress import Progress
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.callbacks import Callback
@@ -168,15 +172,26 @@ class Sum(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)}
 
 
+class Offering(Progress):
+    """Shows nothing, and offers to stop the fit."""
+
+    def offering(self, stop):
+        return contextlib.nullcontext(stop)
+
+
+def looking():
+    return sum(one.name == "farandole-stop" for one in threading.enumerate())
+
+
 class Disturbs(lightning.Callback):
-    """As `Disturbance`."""
+    """As `Disturbance`; also notes the threads that look whether the user has stopped the fit."""
 
     def __init__(self, folder):
         self.folder = str(folder)
 
     def on_train_epoch_start(self, trainer, _module):
         with (Path(self.folder) / f"note-{os.getpid()}").open("a") as file:
-            file.write(json.dumps([trainer.current_epoch, trainer.world_size]) + "\n")
+            file.write(json.dumps([trainer.current_epoch, trainer.world_size, looking()]) + "\n")
 
     def on_train_batch_end(self, trainer, _module, _outputs, _batch, index):
         marker = Path(self.folder) / "killed"
@@ -189,7 +204,8 @@ class Disturbs(lightning.Callback):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
-def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_counts_once(rows, tmp_path):
+def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_counts_once(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimators, "progress", lambda _verbose: Offering())
     fitted = LightningEstimator(
         model=Sum(),
         feature_cols=["x"],
@@ -210,9 +226,11 @@ def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_cou
     assert {entry["rows"] for entry in history} == {ROWS}
     told = notes(tmp_path)
     assert len(told) == 3
-    (survivor,) = (said for said in told if said[0] == [0, 2] and said[-1][0] == EPOCHS - 1)
-    assert [epoch for epoch, _ in survivor] == sorted(epoch for epoch, _ in survivor)
-    assert {size for _, size in survivor} == {1, 2}
+    (survivor,) = (said for said in told if said[0][:2] == [0, 2] and said[-1][0] == EPOCHS - 1)
+    epochs, sizes, threads = zip(*survivor, strict=True)
+    assert list(epochs) == sorted(epochs)
+    assert set(sizes) == {1, 2}
+    assert max(threads) == 1, "one thread for all worlds"
 
 
 def test_numbers_of_processes_that_contradict_each_other_are_refused():

@@ -209,6 +209,37 @@ def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
     assert remote.read(halting.NAME) is None
 
 
+def looking():
+    return [one for one in threading.enumerate() if one.name == "farandole-stop"]
+
+
+def sees_one_look(_state):
+    assert len(looking()) == 1
+
+
+def wait_for_their_end():
+    for one in looking():
+        one.join(10)
+    assert looking() == []
+
+
+def test_nobody_looks_at_the_store_once_the_rank_has_ended(remote, monkeypatch):
+    monkeypatch.setenv(halting.VARIABLE, "mine")
+    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
+    with contextlib.closing(Halt(remote)) as halt:
+        assert not halt.after_epoch(0)
+        assert len(looking()) == 1
+    wait_for_their_end()
+
+
+def test_a_process_that_trains_again_keeps_no_thread_of_the_fit_before(tmp_path, monkeypatch):
+    x, y = line()
+    write(tmp_path / "intermediate_train_data", x=x, y=y)
+    monkeypatch.setenv(halting.VARIABLE, "mine")
+    fit(tmp_path, linear(), epochs=2, callbacks=[sees_one_look])
+    wait_for_their_end()
+
+
 class Fake:
     """What the server calls."""
 

@@ -15,6 +15,7 @@ from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
+from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
@@ -89,7 +90,7 @@ def test_a_poisoned_best_checkpoint_does_not_run(tmp_path, mark):
         checkpoint_filename="checkpoint", read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name)
     )
     job = SimpleNamespace(base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)))
-    watch = Watch(job, tmp_path, [], 0, 1)
+    watch = Watch(job, tmp_path, [], 0, 1, Halt(store))
     with pytest.raises(pickle.UnpicklingError):
         watch.best_state(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
     assert not mark.exists()

@@ -77,7 +77,7 @@ class Trainer:
 
     def run(self) -> Trained | None:
         """Trains up to the last epoch."""
-        with scratch.directory() as folder:
+        with scratch.directory() as folder, contextlib.closing(self.halt):
             if self.moves:
                 self.course = Course(self.model)
                 self.course.through(lambda: self._go_on(folder))

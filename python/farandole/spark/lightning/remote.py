@@ -7,6 +7,7 @@ If a run has a checkpoint, it continues after the last complete epoch, with the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import warnings
@@ -20,6 +21,7 @@ import farandole.torch as hvd
 from farandole.common import scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
+from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
@@ -51,29 +53,34 @@ def train(job: LightningJob) -> Trained | None:
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)  # a word per checkpoint, and advertisements
     hvd.init(process_sets="dynamic")
-    with scratch.directory() as folder:
+    with scratch.directory() as folder, contextlib.closing(Halt(job.base.store)) as halt:
         try:
-            return _train(job, folder)
+            return _train(job, folder, halt)
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             hvd.shutdown()
 
 
-def _train(job: LightningJob, folder: Path) -> Trained | None:
+def _train(job: LightningJob, folder: Path, halt: Halt) -> Trained | None:
     base = job.base
     prepare_process(base.loop, hvd.rank())
     device = device_of(base.loop.use_gpu and job.gpus != 0)
     objects: LightningObjects = payload.unpack(base.objects)
     if not is_elastic():
-        return _train_in_world(job, objects, device, folder, None)
+        return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
 
-    return elastic.run(lambda state: _train_in_world(job, objects, device, folder, state))(RunState(Reached()))
+    return elastic.run(lambda state: _train_in_world(job, objects, device, folder, halt, state))(RunState(Reached()))
 
 
 def _train_in_world(
-    job: LightningJob, objects: LightningObjects, device: torch.device, folder: Path, state: RunState | None
+    job: LightningJob,
+    objects: LightningObjects,
+    device: torch.device,
+    folder: Path,
+    halt: Halt,
+    state: RunState | None,
 ) -> Trained | None:
     """Trains from the beginning, or from what was reached, to the end."""
     agree_on_device(device)
@@ -88,7 +95,7 @@ def _train_in_world(
             resume.write_bytes(found)
             history = _checked(job, found).get("farandole_history", [])
     moves = state is not None
-    watch = Watch(job, folder, history, rank, size, (reached.place.rows, reached.total), moves=moves)
+    watch = Watch(job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves)
     watch.best = reached.best
     trainer = _trainer(job, objects, watch, folder, device)
     loader = None

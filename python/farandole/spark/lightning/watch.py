@@ -19,7 +19,6 @@ import farandole.torch as hvd
 from farandole.numpy.plain import allgather_plain
 from farandole.spark import task
 from farandole.spark.common.runs.finite import check
-from farandole.spark.common.runs.halting import Halt
 from farandole.spark.common.show.events import scalars
 from farandole.spark.common.show.meter import Meter
 from farandole.stores.consent import given
@@ -27,6 +26,7 @@ from farandole.stores.consent import given
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from farandole.spark.common.runs.halting import Halt
     from farandole.spark.lightning.job import LightningJob
 
 _REPORT_SECONDS = 0.2
@@ -42,6 +42,7 @@ class Watch:
         history: of epochs before.
         rank: of this process.
         size: processes.
+        halt: says when the user has stopped the fit.
         begun: rows of the epoch in progress that were counted in other worlds, and the sum of their losses.
         moves: whether another process may become rank 0: then all keep the best.
     """
@@ -53,6 +54,7 @@ class Watch:
         history: list[dict[str, Any]],
         rank: int,
         size: int,
+        halt: Halt,
         begun: tuple[int, float] = (0, 0.0),
         *,
         moves: bool = False,
@@ -69,7 +71,8 @@ class Watch:
         self.val_rows = 0
         self.total = 0.0
         self.meter = Meter()
-        self.halt = Halt(self.store)
+        self.halt = halt
+        halt.begins()
 
     def callback(self, base: type[Any]) -> Any:
         """A Lightning callback that calls this.

@@ -9,6 +9,7 @@ repeated run repeats only the lost steps.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,8 @@ class _Trainer:
         """The epoch whose beginning callbacks have been told of."""
 
     def run(self) -> Trained | None:
-        self.course.through(self._train)
+        with contextlib.closing(self.halt):
+            self.course.through(self._train)
         return self.checkpoints.result(self._checkpoint, self.history)
 
     def _train(self) -> None:
