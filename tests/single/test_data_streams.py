@@ -136,6 +136,22 @@ def test_a_rank_without_rows_has_the_shapes_and_types_of_the_others(transformati
         assert {name: value.dtype for name, value in full.items()} == {name: one.dtype for name, one in empty.items()}
 
 
+def late(batch):
+    """Lists of the rows from 3 on alone, in a column whose type has no length."""
+    kept = [one for one in batch.column("id").to_pylist() if one >= 3]
+    return pa.record_batch([pa.array([[row / 2, 0.5] for row in kept], pa.list_(pa.float32()))], ["x"])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(rank, framework):
+    options = {"size": 2, "rank": rank, "framework": framework, "transformation_fn": late, "shuffle_rows": 4}
+    found = [batch["x"] for batch in StreamLoader(lambda start: endless(start, 6), 1, ["id"], **options)]
+    assert min(map(len, found)) == 0
+    assert {tuple(one.shape[1:]) for one in found} == {(2,)}
+    assert len({one.dtype for one in found}) == 1
+
+
 def test_after_an_error_the_next_iteration_reads_on_from_there():
     wrong = {20}
 

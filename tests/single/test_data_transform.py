@@ -103,6 +103,50 @@ def test_a_batch_without_rows_has_the_shapes_and_types_of_others(tmp_path, funct
     assert found[0]["v"][0] == (3,)
 
 
+def kept(function):
+    """A function that makes columns of the rows above 2 alone."""
+
+    def some(batch):
+        return function(batch.filter(pc.greater(batch.column("id"), 2)))
+
+    return some
+
+
+@pytest.mark.parametrize("function", [lists, arrays])
+@pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 4, 0, 1, 2]])
+def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_others(tmp_path, function, pool, order):
+    pq.write_table(pa.table({"id": order}), tmp_path / "f.parquet")
+    options = {"shuffle": False, "transformation_fn": kept(function), "transform_pool": pool}
+    with contextlib.closing(ParquetLoader(tmp_path, 1, **options)) as loader:
+        found = [batch["v"] for batch in loader]
+    assert [len(values) for values in found] == [int(one > 2) for one in order]
+    assert {(values.shape[1:], values.dtype) for values in found} == {((3,), found[order.index(3)].dtype)}
+
+
+def test_a_rank_whose_rows_are_all_filtered_out_has_the_shapes_of_the_others(tmp_path):
+    pq.write_table(pa.table({"id": np.arange(4)}), tmp_path / "f.parquet")
+    options = {"shuffle": False, "transformation_fn": kept(lists)}
+    shapes = [
+        [batch["v"].shape for batch in ParquetLoader(tmp_path, 1, rank=rank, size=4, **options)] for rank in (0, 3)
+    ]
+    assert shapes == [[(0, 3)], [(1, 3)]]
+
+
+def test_a_function_that_filters_every_row_out_is_called_with_each_batch_twice_at_most(path):
+    seen = []
+
+    def none(batch):
+        seen.append(len(batch))
+        return lists(batch.slice(0, 0))
+
+    loader = ParquetLoader(path, 50, transformation_fn=none)
+    assert [batch["v"].shape for batch in loader] == [(0, 0)] * 10
+    assert seen == [50] * 20
+    assert len(list(loader)) == 10
+    assert seen == [50] * 30
+
+
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
 def test_what_a_function_raises_arrives(path, pool):
     def broken(batch):

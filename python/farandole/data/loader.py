@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
@@ -375,10 +376,9 @@ class ParquetLoader(BaseDataLoader):
                         made |= {name: nested(rows, self.framework) for name, rows in lists.items()}
                     yield made
             else:
-                for batch, result in self._transform.run(iter(batches), self._fields):
-                    # Without rows, a list column has no length: another batch tells it.
-                    empty = {} if batch.rows else self._transform.empty(self._make_reader(0, 1), self._fields)
-                    yield self._wrap(batch, result | empty, weights)
+                every = partial(self._make_reader, 0, 1)
+                for batch, result in self._transform.run(iter(batches), self._fields, every):
+                    yield self._wrap(batch, result, weights)
         finally:
             batches.close()
 

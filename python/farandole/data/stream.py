@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from farandole.data.arrays import wrapper
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import _world
-from farandole.data.transform import _checked, from_arrow
+from farandole.data.transform import Shapes, _checked, from_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -65,7 +65,8 @@ class StreamLoader(BaseDataLoader):
             size: How many ranks share the stream; default: that of the running job, or 1.
             framework: Arrays of NumPy or tensors of torch.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
-                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out.
+                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out. If
+                its first result has no rows, it is called with the whole window, to learn their shape.
 
         Raises:
             ValueError: A number out of range, a column that the source does not have, or a source for several ranks
@@ -95,6 +96,7 @@ class StreamLoader(BaseDataLoader):
         read = source if callable(source) else _reading(source, self._columns, self.size)
         self._read: Callable[[int], Any] = read
         self._transform = transformation_fn
+        self._shapes = Shapes()
         self._wrap = wrapper(framework)
         self._start = (0, 0, 0)
         """Which pass, the first row of the window, and rows of this that were taken, at the next iteration."""
@@ -157,9 +159,9 @@ class StreamLoader(BaseDataLoader):
                 taken = min(rows, taken + self._round)
                 place = (number, start, taken) if taken < rows else (number, start + rows, 0)
                 if len(mine):
-                    yield place, self._batch(window.take(mine))
+                    yield place, self._batch(window.take(mine), window)
                 else:  # types and shapes are those of another rank's row
-                    one = self._batch(window.take(rows_of_all[:1]))
+                    one = self._batch(window.take(rows_of_all[:1]), window)
                     yield place, {name: values[:0] for name, values in one.items()}
             start, taken = start + rows, 0
 
@@ -175,13 +177,14 @@ class StreamLoader(BaseDataLoader):
                 raise ValueError(f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}")
             yield table if self._columns is None else table.select(self._columns)
 
-    def _batch(self, table: pa.Table) -> Batch:
-        import pyarrow as pa  # noqa: PLC0415 - optional
+    def _batch(self, table: pa.Table, window: pa.Table) -> Batch:
+        if (transform := self._transform) is not None:
 
-        if self._transform is not None:
-            parts = table.combine_chunks().to_batches()
-            batch = parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
-            return self._wrap(None, _checked(self._transform(batch)), None)  # pyright: ignore[reportArgumentType]
+            def others() -> Generator[dict[str, Any]]:
+                yield _checked(transform(_record_batch(window)))
+
+            result = self._shapes.given(_checked(transform(_record_batch(table))), others)
+            return self._wrap(None, result, None)  # pyright: ignore[reportArgumentType]
         arrays = {name: from_arrow(name, table.column(name), "the stream") for name in table.column_names}
         return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
 
@@ -268,6 +271,13 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
                 start = max(0, start - batch.num_rows)
 
     return batches
+
+
+def _record_batch(table: pa.Table) -> pa.RecordBatch:
+    import pyarrow as pa  # noqa: PLC0415 - optional
+
+    parts = table.combine_chunks().to_batches()
+    return parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _cut(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:

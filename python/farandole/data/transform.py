@@ -24,12 +24,38 @@ from farandole.common import pickling
 from farandole.data.arrays import TEXTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from farandole._native.reader import Batch, Field, Reader
 
 POOLS = ("thread", "process", "dummy")
 """Where a function may run; `dummy` is the thread that iterates."""
+
+
+class Shapes:
+    """The types and shapes of a function's results, for those results that have no rows.
+
+    Such a result does not have them itself: an empty list column has no length.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self._known: dict[str, Any] | None = None
+
+    def given(self, result: dict[str, Any], others: Callable[[], Generator[dict[str, Any]]]) -> dict[str, Any]:
+        """The result; where it has no rows, with the types and shapes of another one that has.
+
+        Args:
+            result: Arrays by name.
+            others: Results to look at, where none with rows has come yet. It is called at most once.
+        """
+        if _has_rows(result):
+            self._known = self._known or _without_rows(result)
+            return result
+        if self._known is None:
+            with closing(others()) as found:
+                self._known = next((_without_rows(one) for one in found if _has_rows(one)), {})
+        return result | self._known
 
 
 class Transform:
@@ -52,7 +78,7 @@ class Transform:
             raise ValueError(f"transform_workers must be at least 1: {workers}")
         self.function, self.workers, self.pool = function, workers, pool
         self._processes: ProcessPoolExecutor | None = None
-        self._empty: dict[str, Any] | None = None
+        self._shapes = Shapes()
 
     def __getstate__(self) -> tuple[bytes, int, str]:
         """Without its workers; the function by value."""
@@ -62,15 +88,32 @@ class Transform:
         """Starts nothing yet."""
         function, self.workers, self.pool = state
         self.function = cloudpickle.loads(function)
-        self._processes, self._empty = None, None
+        self._processes, self._shapes = None, Shapes()
 
-    def run(self, batches: Iterator[Batch], fields: Sequence[Field]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    def run(
+        self, batches: Iterator[Batch], fields: Sequence[Field], reader: Callable[[], Reader]
+    ) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Transforms batches, up to two a worker ahead of the consumer.
+
+        A result without rows has the types and shapes of other results. If it is the first one, the function is called
+        with batches of the whole data set until it returns rows.
 
         Args:
             batches: As the reader gives them.
             fields: Their columns.
+            reader: Makes a reader of the whole data set.
         """
+
+        def others() -> Generator[dict[str, Any]]:
+            with closing(reader().epoch(0, 0)) as found:
+                for batch in found:
+                    yield _checked(self.function(to_arrow(batch, fields)))
+
+        with closing(self._results(batches, fields)) as results:
+            for batch, result in results:
+                yield batch, self._shapes.given(result, others)
+
+    def _results(self, batches: Iterator[Batch], fields: Sequence[Field]) -> Generator[tuple[Batch, dict[str, Any]]]:
         if self.pool == "dummy":
             for batch in batches:
                 yield batch, _checked(self.function(to_arrow(batch, fields)))
@@ -92,23 +135,6 @@ class Transform:
                 result.cancel()
             if executor is not self._processes:
                 executor.shutdown(wait=True)
-
-    def empty(self, reader: Reader, fields: Sequence[Field]) -> dict[str, Any]:
-        """The arrays of a batch without rows, in the types and shapes of batches with rows.
-
-        The function cannot give them: a list column without rows has no length. So it is called once with the first
-        batch of the reader.
-
-        Args:
-            reader: Of the data set.
-            fields: Its columns.
-        """
-        if self._empty is None:
-            with closing(reader.epoch(0, 0)) as batches:
-                first = next(iter(batches), None)
-                made = {} if first is None or not first.rows else _checked(self.function(to_arrow(first, fields)))
-                self._empty = {name: _without_rows(values) for name, values in made.items()}
-        return self._empty
 
     def _executor(self) -> Executor:
         if self.pool == "thread":
@@ -182,11 +208,18 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
 _ALIASES = {"float32": "float", "float64": "double"}
 
 
-def _without_rows(values: Any) -> Any:
-    """A copy of an array or tensor that has none of its rows."""
+def _has_rows(result: dict[str, Any]) -> bool:
+    return any(len(values) for values in result.values())
+
+
+def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
+    """Copies of arrays or tensors that have none of their rows."""
     import numpy as np  # noqa: PLC0415 - optional
 
-    return values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
+    return {
+        name: values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
+        for name, values in result.items()
+    }
 
 
 def _checked(result: Any) -> dict[str, Any]:
