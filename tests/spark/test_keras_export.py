@@ -124,6 +124,15 @@ def test_a_file_that_predicts_something_else_is_not_kept(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_that_does_not_end_is_stopped(tmp_path, monkeypatch):
+    from farandole.spark.keras import onnx
+
+    monkeypatch.setattr(onnx, "_LONGEST", 0.5)
+    with pytest.raises(TimeoutError, match=r"the export of Sequential to ONNX has not ended after 0\.5 s"):
+        exported(tmp_path, keras.layers.Dense(1))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_package_is_named_with_the_extras_that_bring_it(tmp_path, monkeypatch):
     from farandole.spark.common.model import onnx
 

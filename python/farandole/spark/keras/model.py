@@ -119,6 +119,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         Raises:
             ImportError: a package is missing; `farandole[torch,onnx]` brings them.
             ValueError: the model cannot be exported, or the exported one predicts something else.
+            TimeoutError: the export takes more than an hour.
         """
         from farandole.spark.common.model.onnx import exportable, some_rows
         from farandole.spark.keras.onnx import export

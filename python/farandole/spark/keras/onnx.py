@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from farandole.common import pickling, scratch
-from farandole.spark.common.model.onnx import check, first_line, placed
+from farandole.spark.common.model.onnx import check, placed, reason
 from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import argument, flat_outputs, output_keys
 
@@ -68,24 +68,30 @@ def export(
 
     Raises:
         ValueError: the model cannot be exported, or the exported one predicts something else.
+        TimeoutError: the export takes more than an hour.
     """
     told = {"signature": signature, "keys": keys, "labels": labels, "outputs": outputs, "opset": opset}
     with placed(path) as made, scratch.directory() as folder:
         (folder / "model").write_bytes(payload.pack(model))
         (folder / "objects").write_bytes(pickling.dumps(dict(custom_objects)))
         (folder / "told").write_text(json.dumps({**told, "name": type(model).__name__, "path": str(made.absolute())}))
-        _run(folder)
+        _run(folder, type(model).__name__)
         check(made, signature, rows, predict, tolerance)
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, name: str) -> None:
     """Exports in a process whose Keras runs on torch, on the CPU."""
     places = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     env = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu", "PYTHONPATH": places}
-    done = subprocess.run(  # noqa: S603 - this interpreter
-        [sys.executable, "-P", "-c", _COMMAND, str(folder)],  # no modules of the current directory
-        env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter
+            [sys.executable, "-P", "-c", _COMMAND, str(folder)],  # no modules of the current directory
+            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(
+            f"the export of {name} to ONNX has not ended after {_LONGEST} s and was stopped; nothing was written"
+        ) from None
     if done.returncode:
         error = folder / "error"
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
@@ -105,7 +111,7 @@ def main(folder: str) -> int:
     try:
         _trace(place, json.loads((place / "told").read_text()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
-        (place / "error").write_text(str(error) if isinstance(error, ValueError) else first_line(error))
+        (place / "error").write_text(str(error) if isinstance(error, ValueError) else reason(error))
         return 1
     return 0
 
@@ -119,7 +125,7 @@ def _trace(place: Path, told: Mapping[str, Any]) -> None:
     try:
         model = payload.unpack((place / "model").read_bytes(), objects, safe_mode=False, compiled=False)
     except Exception as error:
-        raise ValueError(f"{told['name']} does not load on Keras's torch backend: {first_line(error)}") from error
+        raise ValueError(f"{told['name']} does not load on Keras's torch backend: {reason(error)}") from error
 
     class Traced(torch.nn.Module):
         """The model as `transform` calls it: outputs are a tuple, halves are floats."""

@@ -185,11 +185,13 @@ def check(
     except DiffersError:
         raise
     except Exception as error:
-        raise ValueError(f"ONNX Runtime cannot run the exported model: {first_line(error)}") from error
+        raise ValueError(f"ONNX Runtime cannot run the exported model: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Two lines of the error that an error was raised from in the first place: others give only general advice.
+    """The first two lines of an error's message, or its class if it has none.
+
+    The error is the one that all others were raised from: those give only general advice.
 
     Args:
         error: any. Keras names the layer in the first line, and what is wrong in the second.
@@ -198,16 +200,6 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class where there is none.
-
-    Args:
-        error: any.
-    """
-    reason = str(error).strip().splitlines()
-    return reason[0] if reason else type(error).__name__
 
 
 def _compare(name: str, mine: Array, its: Array, tolerance: float) -> None:
