@@ -424,6 +424,7 @@ def test_mlflow_gets_parameters_metrics_and_the_model(data, monkeypatch):
     flavor.log_model = lambda model, name=None: told.append(("log_model", (model,), {"name": name}))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.setitem(sys.modules, "mlflow.pytorch", flavor)
+    monkeypatch.setitem(sys.modules, "mlflow.data.dataset_source_registry", None)  # where MLflow itself was imported
     made = estimator(data, linear(), epochs=2, mlflow=True, run_id="named", backend=Telling())
     made.fit_on_parquet()
     assert [name for name, *_ in told] == [
@@ -463,7 +464,10 @@ def test_mlflow_has_signature_example_data_and_load_of_a_run(data, tmp_path, mon
     assert run.info.run_name == "named"
     assert run.data.params["epochs"] == "2"
     assert [one.step for one in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")] == [0, 1]
-    assert [one.dataset.name for one in run.inputs.dataset_inputs] == [f"{len(line()[0])} rows"]
+    (dataset,) = (one.dataset for one in run.inputs.dataset_inputs)
+    fingerprint = json.loads((data / "runs" / "named" / "_fingerprint.json").read_text())
+    digests = {one["name"]: one["digest"] for one in fingerprint["parts"]}
+    assert (dataset.name, dataset.digest) == (f"{len(line()[0])} rows", digests["training data"])
     assert any(name.startswith("system/") for name in run.data.metrics)
     (model,) = mlflow.search_logged_models(output_format="list")
     information = mlflow.models.get_model_info(model.model_uri)

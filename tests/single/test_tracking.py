@@ -8,8 +8,10 @@ import sys
 import types
 
 import pytest
+from tests.single.training import fit, line, linear, write
 
-from farandole.spark.common.runs.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common import estimator as estimators
+from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
 
 PARAMETERS = {"batch_size": 8}
 
@@ -91,12 +93,34 @@ def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    places = {"training": ("az://container/data", 10), "validation": (f"file://{tmp_path}/data", 5)}
+    places = {
+        "training": DataSet("az://container/data", 10, "0123"),
+        "validation": DataSet(f"file://{tmp_path}/data", 5, "4567"),
+    }
     with MlflowTracker("strange", PARAMETERS, places):
         run = mlflow.active_run().info.run_id
     inputs = mlflow.get_run(run).inputs.dataset_inputs
-    assert [one.dataset.name for one in inputs] == ["5 rows"]
+    assert [(one.dataset.name, one.dataset.digest) for one in inputs] == [("5 rows", "4567")]
     refused = MlflowTracker("refused", {"not / allowed : ?*": 1}, places)
     with pytest.raises(mlflow.exceptions.MlflowException), refused:
         pass
     assert mlflow.active_run() is None
+
+
+def test_the_digest_of_a_data_set_is_that_of_its_rows(tmp_path, monkeypatch):
+    told = []
+
+    class Told(Tracker):
+        def __init__(self, _run_id, _parameters, data):
+            told.append({context: one.digest for context, one in data.items()})
+
+    monkeypatch.setattr(estimators, "MlflowTracker", Told)
+    for number, seed in enumerate((0, 0, 1)):
+        x, y = line(rows=16, seed=seed)
+        write(tmp_path / str(number) / "intermediate_train_data", x=x, y=y)
+        write(tmp_path / str(number) / "intermediate_val_data", x=x[:8], y=y[:8])
+        fit(tmp_path / str(number), linear(), epochs=1, validation=0.5, mlflow=True)
+    same, again, other = told
+    assert same == again
+    assert set(same) == {"training", "validation"}
+    assert len({*same.values(), *other.values()}) == 4

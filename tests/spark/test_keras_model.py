@@ -178,6 +178,19 @@ def test_a_saved_estimator_is_the_same_but_for_store_and_backend(spark, tmp_path
 
 
 @pytest.mark.backends
+def test_a_loaded_model_compares_rows_with_those_of_the_training(frame, tmp_path):
+    rows = frame.select("v", "d")
+    model = estimator(tmp_path / "store", epochs=1, num_proc=None, backend=Here(), statistics=True).fit(rows)
+    model.write().save(f"{tmp_path}/model")
+    loaded = KerasModel.load(f"{tmp_path}/model")
+    assert loaded.getStatistics() == model.getStatistics()
+    assert set(loaded.getStatistics().columns) == {"v", "d"}
+    assert loaded.drift(rows)["d"].index == 0.0
+    assert loaded.drift(rows.selectExpr("v", "d + 100 as d"))["d"].index > 1
+    plain = estimator(tmp_path / "store", epochs=1, num_proc=None, backend=Here()).fit(frame.select("v", "d", "s"))
+    assert plain.getStatistics() is None
+
+
 def test_two_tasks_fit_a_stage_of_a_pipeline_that_is_saved_and_loaded(frame, tmp_path):
     pipeline = Pipeline(stages=[estimator(tmp_path / "store", epochs=1, metrics=["mae"])])
     fitted = pipeline.fit(frame, {pipeline.getStages()[0].epochs: 3})

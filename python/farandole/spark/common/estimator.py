@@ -40,10 +40,10 @@ from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.board import TensorboardTracker
 from farandole.spark.common.runs.driver import alone, begin, mapped, name_of
-from farandole.spark.common.runs.fingerprint import LENGTH, Fingerprint, of_data, parameters
+from farandole.spark.common.runs.fingerprint import LENGTH, TRAINING, VALIDATION, Fingerprint, of_data, parameters
 from farandole.spark.common.runs.finite import NotFiniteError
 from farandole.spark.common.runs.halting import Stop
-from farandole.spark.common.runs.tracking import MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
 from farandole.spark.common.show.progress import Progress, progress
 from farandole.spark.job.session import Cluster
 from farandole.spark.shim import Shim
@@ -373,18 +373,20 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 shown.message(f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
 
-    def _tracked(self, run_id: str, prepared: Prepared) -> Tracker:
+    def _tracked(self, run_id: str, prepared: Prepared, fingerprint: Fingerprint) -> Tracker:
         """The trackers of the run: MLflow, Weights & Biases and TensorBoard, if requested.
 
         Args:
             run_id: name of the run.
             prepared: its data.
+            fingerprint: of the fit.
         """
         trackers: list[Tracker] = []
         if self.getMlflow():
-            data = {"training": (prepared.train_url, prepared.train_rows)}
+            digests = {one.name: one.digest for one in fingerprint.parts}
+            data = {"training": DataSet(prepared.train_url, prepared.train_rows, digests[TRAINING])}
             if prepared.val_url is not None:
-                data["validation"] = (prepared.val_url, prepared.val_rows)
+                data["validation"] = DataSet(prepared.val_url, prepared.val_rows, digests[VALIDATION])
             trackers.append(MlflowTracker(run_id, self._plain(), data))
         if self.getWandb():
             trackers.append(WandbTracker(run_id, self._plain()))

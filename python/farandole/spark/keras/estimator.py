@@ -128,7 +128,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
         job, copy, outputs, fingerprint = self._job(prepared)
         shown.message(told_mapping(job.shape, job.labels, outputs))
-        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared) as tracker:
+        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
             tracker.model(copy.model, "keras", self._example(job, prepared, copy.model))

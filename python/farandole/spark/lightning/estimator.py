@@ -125,7 +125,7 @@ class LightningEstimator(
         fingerprint = self._fingerprint(prepared)
         job, objects, sizes, tensors = self._job(prepared, fingerprint)
         base = job.base
-        with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared) as tracker:
+        with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module

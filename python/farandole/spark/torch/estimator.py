@@ -118,7 +118,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         job, objects, losses, tensors = self._job(prepared, fingerprint)
         outputs = mapping.try_out(job, objects, losses, tensors)
         shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
-        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared) as tracker:
+        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             state = payload.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])

@@ -54,6 +54,8 @@ ELSEWHERE = frozenset(
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits."""
+TRAINING, VALIDATION = "training data", "validation data"
+"""The parts of the rows on each side."""
 INITIAL = "initial weights"
 """The part that a run which goes on does not need: its checkpoint has other ones by then."""
 LOGGING = frozenset(
@@ -192,9 +194,9 @@ def of_data(prepared: PreparedData) -> list[Part]:
     Args:
         prepared: the data.
     """
-    parts = [_side("training data", prepared.train_url, prepared.train_rows)]
+    parts = [_side(TRAINING, prepared.train_url, prepared.train_rows)]
     if prepared.val_url is not None:
-        parts.append(_side("validation data", prepared.val_url, prepared.val_rows))
+        parts.append(_side(VALIDATION, prepared.val_url, prepared.val_rows))
     return parts
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 from abc import abstractmethod
@@ -36,6 +35,20 @@ class Example(NamedTuple):
 
     input: Any
     output: Any
+
+
+class DataSet(NamedTuple):
+    """What a run is trained or validated on.
+
+    Attributes:
+        url: Its place.
+        rows: How many.
+        digest: Of its content.
+    """
+
+    url: str
+    rows: int
+    digest: str
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -190,14 +203,12 @@ class MlflowTracker(_Service):
     Args:
         run_id: name of the run.
         parameters: plain values by name.
-        data: place and number of rows of each data set, by what it is for.
+        data: the data sets, by what each is for.
     """
 
     package = "mlflow"
 
-    def __init__(
-        self, run_id: str, parameters: dict[str, Any], data: Mapping[str, tuple[str, int]] | None = None
-    ) -> None:
+    def __init__(self, run_id: str, parameters: dict[str, Any], data: Mapping[str, DataSet] | None = None) -> None:
         super().__init__(run_id, {name: str(value)[:_LONGEST] for name, value in parameters.items()})
         self._data = dict(data or {})
 
@@ -209,8 +220,8 @@ class MlflowTracker(_Service):
 
     def _describe(self) -> None:
         self._library.log_params(self._parameters)
-        for context, (url, rows) in self._data.items():
-            self._dataset(context, url, rows)
+        for context, data in self._data.items():
+            self._dataset(context, data)
 
     def _finish(self, *, failed: bool) -> None:
         self._library.end_run(status="FAILED" if failed else "FINISHED")
@@ -221,7 +232,7 @@ class MlflowTracker(_Service):
         decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
         return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}
 
-    def _dataset(self, context: str, url: str, rows: int) -> None:
+    def _dataset(self, context: str, data: DataSet) -> None:
         try:
             from mlflow.data.dataset_source_registry import (  # pyright: ignore[reportMissingImports]
                 resolve_dataset_source,
@@ -229,12 +240,11 @@ class MlflowTracker(_Service):
             from mlflow.data.meta_dataset import MetaDataset  # pyright: ignore[reportMissingImports]
         except ImportError:
             return  # an old MLflow
-        digest = hashlib.sha256(f"{url} {rows}".encode()).hexdigest()[:12]
         try:
-            source = resolve_dataset_source(url)
+            source = resolve_dataset_source(data.url)
         except Exception:  # noqa: BLE001 - MLflow knows fewer kinds of URLs than stores
             return
-        dataset = MetaDataset(source, name=f"{rows} rows", digest=digest)
+        dataset = MetaDataset(source, name=f"{data.rows} rows", digest=data.digest)
         self._library.log_input(dataset, context=context)
 
     def report(self, record: dict[str, Any]) -> None:
