@@ -5,14 +5,19 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 _BLOCK: Final = re.compile(
-    r"(?:^<!-- not executed: (?P<why>[^\n]+) -->\n)?^```(?P<kind>[\w-]+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^ *<!-- not executed: (?P<why>[^\n]+) -->\n)?"
+    r"^(?P<indent> *)```(?P<kind>[\w-]+)\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
 )
+_BEGINS: Final = re.compile(r"^\s*(?:[-*+>]\s+|\d+[.)]\s+)*(?:`{3,}|~{3,})\s*[\w-]+\s*$", re.MULTILINE)
+"""The line before a block, wherever it stands."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,19 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The blocks of a page, whose path begins at the top of the repository."""
+    """The blocks of a page, whose path begins at the top of the repository. Those of lists are indented there."""
+    return blocks_in((ROOT / page).read_text(), page)
+
+
+def blocks_in(text: str, page: str) -> list[Block]:
+    """The blocks of a text, which is that of a page."""
     numbers: dict[str, int] = {}
     found = []
-    for match in _BLOCK.finditer((ROOT / page).read_text()):
+    for match in _BLOCK.finditer(text):
         number = numbers.setdefault(match["kind"], 0)
         numbers[match["kind"]] += 1
-        found.append(Block(page, number, match["kind"], match["text"], match["why"]))
+        found.append(Block(page, number, match["kind"], textwrap.dedent(match["text"]), match["why"]))
+    assert len(found) == len(_BEGINS.findall(text)), f"{page} has a code block that is none of {found}"
     return found
 
 

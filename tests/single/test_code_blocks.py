@@ -12,7 +12,7 @@ from functools import cache
 from typing import Final
 
 import pytest
-from tests.pages import ROOT, Block, all_blocks
+from tests.pages import ROOT, Block, all_blocks, blocks_in
 
 BLOCKS: Final = all_blocks()
 PYTHON: Final = [block for block in BLOCKS if block.kind in ("python", "py")]
@@ -33,7 +33,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/logging.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/user-guide/moving-from-horovod.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
-    ("docs/user-guide/preparing-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 2, 3}},
+    ("docs/user-guide/preparing-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 2, 3, 4}},
     ("docs/user-guide/ray.md", "python"): {"tests/ray/test_page.py": {0, 1, 2, 3}},
     ("docs/user-guide/reading-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 3, 4, 5, 6, 7}},
     ("docs/user-guide/running/batch-systems.md", "bash"): {"tests/launch/test_pages.py": {0, 1, 2, 3}},
@@ -48,6 +48,43 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/tuning.md", "python"): {"tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}},
 }
 """By page and language: which test executes which blocks."""
+
+
+PAGE: Final = """
+- A list:
+
+  <!-- not executed: needs a cluster -->
+  ```sh
+  for host in one two; do
+    ssh $host
+  done
+  ```
+
+  1. in a list:
+
+     ```python
+     if True:
+         print()
+     ```
+
+```python
+print()
+```
+"""
+
+
+def test_blocks_in_lists_are_found_without_their_indentation():
+    assert blocks_in(PAGE, "page.md") == [
+        Block("page.md", 0, "sh", "for host in one two; do\n  ssh $host\ndone\n", "needs a cluster"),
+        Block("page.md", 0, "python", "if True:\n    print()\n", None),
+        Block("page.md", 1, "python", "print()\n", None),
+    ]
+
+
+@pytest.mark.parametrize("lines", ["> ```sh\n> ls\n> ```\n", "- ```sh\n  ls\n  ```\n", "~~~sh\nls\n~~~\n"])
+def test_a_block_that_cannot_be_read_is_no_block_that_is_passed_over(lines):
+    with pytest.raises(AssertionError, match=r"page\.md has a code block"):
+        blocks_in(lines, "page.md")
 
 
 def executed_by(block: Block) -> list[str]:

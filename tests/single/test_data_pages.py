@@ -31,6 +31,15 @@ estimator = TorchEstimator(
 )
 """,
     1: """
+import pathlib
+import pyarrow.parquet
+
+pathlib.Path("rows").mkdir()
+made = {"id": range(200), "a": rng.random(200), "b": rng.random(200), "y": rng.integers(-1, 2, 200)}
+pa.parquet.write_table(pa.table(made), "rows/part-0.parquet")
+names = pa.table({"id": range(0, 200, 2), "w": rng.random(100)})
+""",
+    2: """
 pa.csv.write_csv(
     pa.table({
         "sex": ["male", "female"] * 100, "port": ["S", "C", "Q", "S"] * 50,
@@ -39,13 +48,13 @@ pa.csv.write_csv(
     "passengers.csv",
 )
 """,
-    2: """
+    3: """
 assert data.categories == {"sex": ["female", "male"], "port": ["C", "Q", "S"], "survived": ["no", "yes"]}
 assert data.fill["port"] == "S"
 table = pa.table({"tokens": [[1] * (1 + row % 90) for row in range(200)], "kind": [row % 2 for row in range(200)]})
 lengths = set()
 """,
-    3: """
+    4: """
     lengths.add(batch["tokens"].shape[1])
 assert lengths == {128}
 pa.csv.write_csv(pa.table(rows), "tomorrow.csv")
