@@ -10,7 +10,7 @@ import types
 import pytest
 from tests.single.training import fit, line, linear, write
 
-from farandole.spark.common import estimator as estimators
+from farandole.spark.common.runs import trackers
 from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
 
 PARAMETERS = {"batch_size": 8}
@@ -114,7 +114,7 @@ def test_the_digest_of_a_data_set_is_that_of_its_rows(tmp_path, monkeypatch):
         def __init__(self, _run_id, _parameters, data):
             told.append({context: one.digest for context, one in data.items()})
 
-    monkeypatch.setattr(estimators, "MlflowTracker", Told)
+    monkeypatch.setattr(trackers, "MlflowTracker", Told)
     for number, seed in enumerate((0, 0, 1)):
         x, y = line(rows=16, seed=seed)
         write(tmp_path / str(number) / "intermediate_train_data", x=x, y=y)

@@ -38,12 +38,11 @@ from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
 from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
-from farandole.spark.common.runs.board import TensorboardTracker
 from farandole.spark.common.runs.driver import alone, begin, mapped, name_of
-from farandole.spark.common.runs.fingerprint import LENGTH, TRAINING, VALIDATION, Fingerprint, of_data, parameters
+from farandole.spark.common.runs.fingerprint import LENGTH, Fingerprint, of_data, parameters
 from farandole.spark.common.runs.finite import NotFiniteError
 from farandole.spark.common.runs.halting import Stop
-from farandole.spark.common.runs.tracking import DataSet, MlflowTracker, Tracker, Trackers, WandbTracker
+from farandole.spark.common.runs.trackers import plain_parameters
 from farandole.spark.common.show.progress import Progress, progress
 from farandole.spark.job.session import Cluster
 from farandole.spark.shim import Shim
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from farandole.data.sides import Split
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Part
+    from farandole.spark.common.runs.tracking import Tracker
     from farandole.stores.store import AbstractFilesystemStore
 
 
@@ -308,7 +308,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
             recorded(self, job) as journal,
-            telling(Shim.active(), job.run_id, type(self).__name__, self._plain(), journal) as run,
+            telling(Shim.active(), job.run_id, type(self).__name__, plain_parameters(self), journal) as run,
             contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
             shown.offering(request) as stop,
         ):
@@ -372,32 +372,6 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             if checkpoint is not None and self._store().exists(checkpoint):
                 shown.message(f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch {epochs}")
             yield
-
-    def _tracked(self, run_id: str, prepared: Prepared, fingerprint: Fingerprint) -> Tracker:
-        """The trackers of the run: MLflow, Weights & Biases and TensorBoard, if requested.
-
-        Args:
-            run_id: name of the run.
-            prepared: its data.
-            fingerprint: of the fit.
-        """
-        trackers: list[Tracker] = []
-        if self.getMlflow():
-            digests = {one.name: one.digest for one in fingerprint.parts}
-            data = {"training": DataSet(prepared.train_url, prepared.train_rows, digests[TRAINING])}
-            if prepared.val_url is not None:
-                data["validation"] = DataSet(prepared.val_url, prepared.val_rows, digests[VALIDATION])
-            trackers.append(MlflowTracker(run_id, self._plain(), data))
-        if self.getWandb():
-            trackers.append(WandbTracker(run_id, self._plain()))
-        if self.getTensorboard():
-            trackers.append(TensorboardTracker(self._store().to_remote(run_id, prepared.index), self._plain()))
-        return Trackers(trackers)
-
-    def _plain(self) -> dict[str, Any]:
-        """The parameters whose values are numbers, words, or lists of them."""
-        names = sorted(one.name for one in self.params)
-        return {name: value for name in names if _is_plain(value := self.getOrDefault(name))}
 
     def _backend(self) -> Backend:
         if self.getBackend() is not None:
@@ -493,12 +467,6 @@ HorovodEstimator = FarandoleEstimator
 
 HorovodModel = FarandoleModel
 """Horovod's name of `FarandoleModel`."""
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float) or (
-        isinstance(value, list | tuple) and bool(value) and all(_is_plain(one) for one in value)
-    )
 
 
 def _described(prepared: Prepared) -> str:

@@ -18,6 +18,7 @@ from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
+from farandole.spark.common.runs.trackers import trackers_of
 from farandole.spark.common.runs.tracking import Example
 from farandole.spark.keras import compiled, payload
 from farandole.spark.keras.arrays import check_padded, flat_outputs, inputs_of, model_inputs, told_mapping
@@ -128,7 +129,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
         job, copy, outputs, fingerprint = self._job(prepared)
         shown.message(told_mapping(job.shape, job.labels, outputs))
-        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared, fingerprint) as tracker:
+        with self._held(job, fingerprint, shown), trackers_of(self, job, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             payload.load_state(copy.model, trained.model)
             tracker.model(copy.model, "keras", self._example(job, prepared, copy.model))

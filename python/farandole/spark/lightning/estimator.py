@@ -21,6 +21,7 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import Part
+from farandole.spark.common.runs.trackers import trackers_of
 from farandole.spark.lightning.job import LightningJob, LightningObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
@@ -125,7 +126,7 @@ class LightningEstimator(
         fingerprint = self._fingerprint(prepared)
         job, objects, sizes, tensors = self._job(prepared, fingerprint)
         base = job.base
-        with self._held(base, fingerprint, shown), self._tracked(base.run_id, prepared, fingerprint) as tracker:
+        with self._held(base, fingerprint, shown), trackers_of(self, base, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             module = objects.module.model if self._package() is None else objects.module

@@ -18,6 +18,7 @@ from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.fingerprint import Part
+from farandole.spark.common.runs.trackers import trackers_of
 from farandole.spark.torch import callbacks, mapping, payload
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
 from farandole.spark.torch.losses import constructed, form_of, weighted
@@ -118,7 +119,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         job, objects, losses, tensors = self._job(prepared, fingerprint)
         outputs = mapping.try_out(job, objects, losses, tensors)
         shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
-        with self._held(job, fingerprint, shown), self._tracked(job.run_id, prepared, fingerprint) as tracker:
+        with self._held(job, fingerprint, shown), trackers_of(self, job, prepared, fingerprint) as tracker:
             trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
             state = payload.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])
