@@ -67,6 +67,35 @@ class Job:
             process.pid for process in host.processes() if process.argv[-1:] == ("train.py",) and is_worker(process)
         ]
 
+    def survivor(self) -> tuple[Host, int]:
+        """A worker that has the training's state. Faults leave one: with the last of these, the state is lost."""
+        found: list[tuple[Host, int]] = []
+
+        def members() -> list[tuple[Host, int]]:
+            found[:] = [
+                (host, pid)
+                for name, own in self.world()
+                for host in (self.bed[name],)
+                for pid in self.workers(host)
+                if inner(pid) == own
+            ]
+            return found
+
+        until(lambda: bool(members()), lambda: f"a worker of {self.world()}", 30.0)
+        return self.chance.choice(found)
+
+    def world(self) -> list[tuple[str, int]]:
+        """Host and process of each rank of the newest world, as it numbers its processes."""
+        ranks: dict[str, tuple[str, int]] = {}
+        lines = [line for launch in self.launches for line in launch.out.read_text(errors="replace").splitlines()]
+        for line in reversed(lines):
+            words = line.partition(":")[2].split()
+            if words[:1] == ["world"] and len(words) == 5:
+                if words[2] in ranks:
+                    break
+                ranks[words[2]] = words[4], int(words[3])
+        return list(ranks.values())
+
     def list(self) -> None:
         """Has the discovery script list what there is."""
         head = self.bed["head"]
@@ -83,6 +112,15 @@ def is_worker(process: object) -> bool:
     """Whether a process is a worker: agents and shells have the same words behind others."""
     argv = getattr(process, "argv", ())
     return len(argv) == 2 and "python" in argv[0]
+
+
+def inner(pid: int) -> int:
+    """What a process of a host is called there; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[-1]) for line in lines if line.startswith("NSpid:"))
 
 
 def state(pid: int) -> str:
@@ -104,8 +142,9 @@ def kill(job: Job) -> str:
 
 def kill_half(job: Job) -> str:
     """SIGKILL to half of the workers at once."""
-    pids = [pid for host in job.hosts() for pid in job.workers(host)]
-    gone = job.chance.sample(pids, max(1, len(pids) // 2))
+    pids, (_, kept) = [pid for host in job.hosts() for pid in job.workers(host)], job.survivor()
+    others = [pid for pid in pids if pid != kept]
+    gone = job.chance.sample(others, min(len(others), max(1, len(pids) // 2)))
     for pid in gone:
         os.kill(pid, signal.SIGKILL)
     for pid in gone:
@@ -153,7 +192,10 @@ def part(job: Job) -> str:
 
 def cut(job: Job, seconds: float, count: int) -> str:
     """Cuts hosts off, some time, and lets them back."""
-    hosts = job.chance.sample(job.hosts(), min(count, max(1, len(job.hosts()) - 1)))
+    kept, _ = job.survivor()
+    until(lambda: job.hosts() != [kept], "workers on another host")
+    others = [host for host in job.hosts() if host is not kept]
+    hosts = job.chance.sample(others, min(count, len(others)))
     for host in hosts:
         host.cut()
     try:

@@ -8,6 +8,7 @@ each batch of samples that are still to be done; a step's gradient and its count
 
 import json
 import os
+import socket
 import sys
 import time
 
@@ -29,7 +30,7 @@ def problem() -> tuple[np.ndarray, np.ndarray]:
 def train(state: ObjectState) -> None:
     """Trains from where the state is."""
     inputs, targets = problem()
-    print(f"world {hvd.size()} {hvd.rank()} {os.getpid()} {state.step}", flush=True)
+    print(f"world {hvd.size()} {hvd.rank()} {os.getpid()} {socket.gethostname()}", flush=True)
     while True:
         left = np.flatnonzero(~state.done)
         # The order of an epoch is its own, and the same on all ranks.

@@ -83,7 +83,8 @@ def test_all_workers_that_are_killed_are_started_again(launch: Start, train) -> 
         os.kill(one["pid"], signal.SIGKILL)
     until(lambda: len(worlds(run)) == 4, "a second world")
     assert {one["pid"] for one in members(run, 2)}.isdisjoint(one["pid"] for one in before)
-    finish(run, 2)
+    said = finish(run, 2)
+    assert "world 2 has 2 ranks, all of them new: state that the script has not stored is lost" in said
 
 
 def test_slots_that_come_and_go_change_the_world(launch: Start, train, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use farandole_engine::outline::parents;
 use farandole_registrar::outline;
+use farandole_transport::dials_at_once;
 use farandole_world::Rank;
 
 use crate::events::float;
@@ -16,8 +17,10 @@ use crate::{Cluster, Error, Result};
 const CARD: u64 = 160;
 /// Round trips of a connection to the registrar before its first call: TCP and TLS.
 const CONNECT: f64 = 2.0;
-/// Round trips of a link: TCP and the proof of the job's key.
-const LINK: f64 = 2.0;
+/// Round trips of a connection between ranks: TCP, the challenge, and the proof of the job's key.
+const LINK: f64 = 3.0;
+/// Connections to a rank of another host: one for heartbeats, one for data.
+const FAR: f64 = 2.0;
 
 /// What forming a world takes. Starting processes is not part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,7 +85,7 @@ struct Links {
 }
 
 /// Every rank has a link for data to every other, and links for control to its neighbours in the tree. The higher rank
-/// dials, one peer after the other, so the last rank takes longest; each dial takes time at both ends.
+/// dials, several peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
 fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);
@@ -92,11 +95,13 @@ fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
     let near = u64::from(cluster.local()) - 1;
     let far = others - near;
     let handshake = cluster.handshake.as_secs_f64();
-    let dial = LINK * 2.0 * cluster.latency.as_secs_f64() + handshake;
-    let dial_near = LINK * 2.0 * cluster.near.as_secs_f64() + handshake;
-    let dialled = float(far) * dial + float(near) * dial_near;
+    let connections = FAR * float(far) + float(near);
+    let wait = |one_way: Duration| LINK * 2.0 * one_way.as_secs_f64() + handshake;
+    let waits = FAR * float(far) * wait(cluster.latency) + float(near) * wait(cluster.near);
+    let at_once = dials_at_once(usize::try_from(others).unwrap_or(usize::MAX));
+    let dialled = (waits / float(at_once as u64)).max(connections * handshake);
     // Rank 0 answers all others, and the control links below it.
-    let answered = float(others + control) * handshake;
+    let answered = (connections + float(control)) * handshake;
     Links { busiest: others + control, seconds: dialled.max(answered) }
 }
 

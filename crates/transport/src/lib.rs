@@ -65,7 +65,7 @@ pub use error::{Error, Result};
 pub use frames::{Frame, FrameReceiver, FrameSender, MAX_FRAME, MAX_QUEUED, frames};
 pub use gateway::Gateway;
 pub use link::{ALIGNMENT, Link, LinkKind, LinkReceiver, LinkSender};
-pub use mesh::{Mesh, MeshOptions};
+pub use mesh::{Mesh, MeshOptions, dials_at_once};
 pub use parker::{Parker, Unparker, Wake};
 pub use rendezvous::{MemoryRendezvous, Place, Rendezvous};
 pub use watch::hearsay;

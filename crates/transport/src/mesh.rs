@@ -3,6 +3,8 @@
 
 //! The ranks of one generation, connected on demand.
 
+mod many;
+
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::AsFd;
@@ -28,8 +30,9 @@ use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Secured, Shared};
 use crate::watch::Watch;
-use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
+pub use many::dials_at_once;
 
+use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
 /// A shorter silence than this happens on any busy host.
@@ -231,9 +234,9 @@ impl Mesh {
                 return Err(Error::Handshake { reason });
             }
         }
-        for (place, rank) in dialled(own, peers) {
-            links.push((place, self.dial(self.peer(rank)?, channel, capacity, &mut wait)?));
-        }
+        links.extend(many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
+            self.dial(self.peer(rank)?, channel, capacity, wait)
+        })?);
         for (place, rank) in places().filter(|(_, rank)| *rank > own) {
             links.push((place, self.answer(self.peer(rank)?, channel, capacity, &mut wait)?));
         }
@@ -333,16 +336,17 @@ impl Mesh {
             return Ok(link);
         }
         let addresses = addresses::ordered(&card.addresses, same_host);
-        let mut controlled = self.controlled.lock();
-        if !controlled.contains(&peer.rank) {
+        // Two channels to a peer may be opened at the same time.
+        let one_at_a_time = peer.handover.lock();
+        if !self.controlled.lock().contains(&peer.rank) {
             let carrier = Carrier::Control;
             let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
             let secured = dial::any(&self.shared, &request, &addresses, wait)?;
             rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::of("ioctl"))?;
             self.shared.watch(Watch::remote(Arc::clone(peer), secured));
-            controlled.insert(peer.rank);
+            self.controlled.lock().insert(peer.rank);
         }
-        drop(controlled);
+        drop(one_at_a_time);
         let streams = self.options.streams.clamp(1, tcp::stripes::MOST);
         let dial = |number| {
             let (carrier, stream) = (Carrier::Tcp, (number, streams));

@@ -10,6 +10,8 @@ mod options;
 mod tests;
 mod watching;
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -142,6 +144,7 @@ fn elastic(
     let rules = ElasticJob::rules(place.num_proc, &options.config)?;
     let discovery = options.discovery(&place, rules.most.saturating_add(rules.spares));
     let verbose = options.verbose;
+    let before = RefCell::new(HashSet::new());
     let heard = |happening: Happening<'_>| match happening {
         Happening::Resumed { workers } => say(&format!("continues a job that has {workers} processes")),
         Happening::Loss(what) => {
@@ -153,8 +156,9 @@ fn elastic(
         Happening::World { world, hosts } => {
             watching.world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
             if verbose || world.generation.0 > 1 {
-                say(&format!("world {} has {} ranks", world.generation, world.size()));
+                say(&described(world, &before.borrow()));
             }
+            *before.borrow_mut() = world.seats.iter().map(|seat| seat.task.0).collect();
             for (rank, seat) in (0u32..).zip(&world.seats).filter(|_| verbose) {
                 let host = hosts.get(&seat.task.0).map_or("?", String::as_str);
                 say(&format!("rank {rank} is local rank {} on {host}", seat.local_rank));
@@ -169,6 +173,16 @@ fn elastic(
     }
     let job = ElasticJob { elastic: rules, work, journal };
     Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
+}
+
+/// What a user is told of a new world. State that only workers had is lost with the last of them.
+fn described(world: &World, before: &HashSet<u32>) -> String {
+    let told = format!("world {} has {} ranks", world.generation, world.size());
+    if before.is_empty() || world.seats.iter().any(|seat| before.contains(&seat.task.0)) {
+        told
+    } else {
+        format!("{told}, all of them new: state that the script has not stored is lost")
+    }
 }
 
 fn work(options: RunOptions, place: &Place, surroundings: &dyn Surroundings) -> Work {

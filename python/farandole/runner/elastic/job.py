@@ -194,6 +194,7 @@ class _Conduct:
         self._output = output
         self._watcher = watcher
         self._hosts: list[str] = []
+        self._workers: set[int] = set()
         self._outcomes: list[Outcome] | None = None
 
     def run(self) -> list[Any]:
@@ -227,7 +228,8 @@ class _Conduct:
                 case "world":
                     generation, places = what
                     self._hosts = [host for _, host in places]
-                    told = f"world {generation} has {len(places)} ranks"
+                    before, self._workers = self._workers, {task for task, _ in places}
+                    told = hearing.described(generation, self._workers, before)
                     self._output.say(told, 1 if generation > 1 else 2)
                     self._watcher.seats(
                         [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]

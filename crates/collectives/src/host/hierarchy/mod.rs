@@ -11,28 +11,33 @@
 //! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
 //!
 //! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first what is early for chunk `t`,
-//! then what is late for chunk `t - A`, where empty ones are left out and `A` is [`Schedule`]'s `ahead`.
+//! then what is late for chunk `t - A`, where empty ones are left out. `A` is smaller between hosts than within them
+//! ([`Schedule::ahead`]).
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t
 //! other host:   early(t): the partial of q's part, if both do  late(t): the result of r's part, if both do
 //! ```
 //!
-//! **No deadlock.** Suppose nobody can move, and let `j` be the first chunk of which some member has not done something;
-//! all results of earlier chunks were made, have arrived and were stored. Consider the chunks `x` from `j` to `j + A`, in
-//! order. Inputs of `x`: before them on their link are inputs of earlier chunks, and results of chunks before `x - A`,
-//! hence before `j`; so they arrive at `x`'s carrier, if the ring has room for the `A / L + 1` inputs from `j` on that the
-//! link has and one result. There they are consumed as soon as the partial can be written, to a link on which there
-//! are only partials of `j` to `x` and results from before `j` ahead of it, or to the carrier's own store, which has as
-//! many slots. So all partials up to `j + A` are written, and arrive for the same reason; making results of them waits for
-//! nothing else, since results are written to memory. Then the results of `j`, which are behind at most the early messages of `j + A`, can be
-//! sent, between hosts and after that within them, and whatever result is at the front of a link can be stored at once. So
-//! somebody can move. [`Schedule`] cuts chunks so that the rings have that room. Earlier and later operations change
-//! nothing: see `pipeline`.
+//! So a result goes to other hosts after partials up to `A` (between) chunks later, which need inputs that come after
+//! results of `A` (within) chunks before those. The difference of both is how many chunks are between hosts at once.
+//!
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`, its partials, and its reduction;
+//! then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts, after
+//! they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps. Suppose
+//! nobody can move, and consider the first step that is not over. All messages of earlier steps have been read, so its
+//! messages are the first on their links, and the rings have room for some of them. If the step sends results, they were
+//! made or have arrived, so the sender can write, and the receiver can store what arrives. If it is a reduction, let `b`
+//! be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence joined by all carriers and
+//! no longer in rings. All carriers come to `b` next, and have the inputs, as these are the first on their links. They
+//! can write the partial: the ring to the owner has room, and of the own store at least one slot is free. Then the owner
+//! has all partials of `b`. So somebody can move, however small rings are. [`Schedule`] cuts chunks so that they are
+//! large enough for partials of several chunks. Earlier and later operations change nothing: see `pipeline`.
 
 pub(super) mod program;
 mod schedule;
 
+use std::cmp::Ordering;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -274,9 +279,11 @@ impl Hierarchy {
             return Ok(false);
         }
         let (part, len) = self.schedule.part(chunk, self.host);
-        let joined = match self.joining {
-            joining if joining.chunk > chunk => len,
-            joining => joining.at.saturating_sub(part).min(len),
+        // The own part may be reduced before the parts behind it are joined; then joining is still at an earlier chunk.
+        let joined = match self.joining.chunk.cmp(&chunk) {
+            Ordering::Less => 0,
+            Ordering::Equal => self.joining.at.saturating_sub(part).min(len),
+            Ordering::Greater => len,
         };
         let mut bytes = joined.saturating_sub(at);
         if len == 0 && self.joining.chunk > chunk {
@@ -374,7 +381,10 @@ impl Hierarchy {
 
     /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
     fn send(&mut self, index: usize, link: &mut Link) -> Result<bool> {
-        let Some(chunk) = self.schedule.late_at(self.streams[index].writing) else { return Ok(false) };
+        let course = &self.routes[index].out;
+        let Some(chunk) = self.schedule.late_at(self.streams[index].writing, course) else {
+            return Ok(false);
+        };
         let start = self.schedule.chunk(chunk).0;
         let (start, len, ready) = if self.near.contains(&index) {
             (start, self.schedule.chunk(chunk).1, self.complete(chunk))
@@ -398,7 +408,9 @@ impl Hierarchy {
     /// Stores results.
     fn fetch(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[index];
-        let Some(chunk) = self.schedule.late_at(*reading) else { return Ok(false) };
+        let Some(chunk) = self.schedule.late_at(*reading, &self.routes[index].back) else {
+            return Ok(false);
+        };
         let start = self.schedule.chunk(chunk).0;
         let (host, local) = (self.routes[index].host, self.near.contains(&index));
         let start = if local { start } else { start + self.schedule.part(chunk, host).0 };
@@ -418,8 +430,9 @@ impl Hierarchy {
     /// Forgets chunks that were handed out.
     fn forget(&mut self) {
         while let Some(front) = self.arrived.front() {
-            let waits = |stream: &Stream| !self.schedule.is_past(stream.writing, front.chunk);
-            if self.streams[self.near.clone()].iter().any(waits) {
+            let waits =
+                |index: usize| !self.routes[index].out.is_past(self.streams[index].writing, front.chunk);
+            if self.near.clone().any(waits) {
                 return;
             }
             self.handed_out = front.chunk + self.stride;
@@ -490,8 +503,7 @@ impl Job for Hierarchy {
             any |= self.send(index, link)?;
         }
         self.forget();
-        let over =
-            |stream: &Stream| self.schedule.is_over(stream.writing) && self.schedule.is_over(stream.reading);
+        let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
         let done = self.reducing.chunk >= self.schedule.chunks() && self.streams.iter().all(over);
         if done {
             peers.scratch.store = std::mem::take(&mut self.store);
@@ -501,44 +513,4 @@ impl Job for Hierarchy {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::{Duration, Instant};
-
-    use farandole_transport::loopback;
-    use farandole_world::Rank;
-
-    use super::*;
-    use crate::kernel::{self, Reduction};
-    use crate::{DataType, Memory, ReduceOp};
-
-    /// What a rank of 64 hosts with 8 ranks each does before the first byte goes does not depend on the bytes.
-    #[test]
-    fn an_allreduce_among_many_hosts_begins_at_once() {
-        let (hosts, each, own) = (64, 8, 259);
-        let numbers: Vec<u32> = (0..hosts * each).map(|rank| rank / each).collect();
-        let others = (0..hosts * each).filter(|rank| *rank != own);
-        let (links, _ends): (Vec<Link>, Vec<Link>) =
-            others.map(|rank| loopback::pair(Rank(own), Rank(rank), 64 << 10).unwrap()).unzip();
-        let mut peers = Peers::new(Rank(own), links, Some(&numbers)).unwrap();
-        let (dtype, op) = (DataType::F32, ReduceOp::Sum);
-        let reduction = Reduction { dtype, op, members: peers.size(), prescale: 1.0, postscale: 1.0 };
-        let path = kernel::Path::best();
-        let mut began = |bytes: usize| {
-            let memory = Memory::new(bytes);
-            let flat = || Flat::new([memory.buffer()]);
-            let reducer = Reducer::ordered(reduction, path, peers.orders.clone()).unwrap();
-            let started = Instant::now();
-            let job = Hierarchy::new(&mut peers, reducer, flat(), flat()).unwrap();
-            let took = started.elapsed();
-            assert_eq!((job.routes.len(), job.near.len()), (7 + 63, 7));
-            peers.scratch.store = job.store;
-            took
-        };
-        // The first one makes the routes.
-        began(1 << 20);
-        for bytes in [4 << 10, 1 << 20, 128 << 20] {
-            let least = (0..10).map(|_| began(bytes)).min().unwrap_or_default();
-            assert!(least < Duration::from_millis(1), "{least:?} for {bytes} bytes");
-        }
-    }
-}
+mod tests;

@@ -13,8 +13,8 @@ struct Writer<'a> {
     member: usize,
     host: usize,
     builder: Builder,
-    /// What makes the own part of a chunk the result, by chunk.
-    reduced: Vec<Option<u32>>,
+    /// What makes the results of a chunk, by chunk: at first the own part, then those that arrive from other hosts, too.
+    results: Vec<Vec<u32>>,
     joined: Option<u32>,
     /// Other hosts stand behind this member itself.
     folded: bool,
@@ -39,20 +39,24 @@ impl<'a> Writer<'a> {
             member,
             host: schedule.hosts().of(member),
             builder: Builder::new(members),
-            reduced: vec![None; schedule.chunks()],
+            results: vec![Vec::new(); schedule.chunks()],
             joined: None,
             folded,
         }
     }
 
     fn write(mut self) -> Program {
-        let (chunks, ahead) = (self.schedule.chunks(), self.schedule.ahead());
-        for t in 0..chunks + ahead {
-            if t < chunks {
+        let (chunks, (between, within)) = (self.schedule.chunks(), self.schedule.ahead());
+        let present = |chunk: &usize| *chunk < chunks;
+        for t in 0..chunks + within {
+            if present(&t) {
                 self.early(t);
             }
-            if let Some(chunk) = t.checked_sub(ahead) {
-                self.late(chunk);
+            if let Some(chunk) = t.checked_sub(between).filter(present) {
+                self.late_between(chunk);
+            }
+            if let Some(chunk) = t.checked_sub(within) {
+                self.late_within(chunk);
             }
         }
         self.builder.finish()
@@ -96,7 +100,7 @@ impl<'a> Writer<'a> {
             partials.extend(self.receive(chunk, |_| part * width, false));
         }
         let touched = part * (schedule.hosts().count() * width + 1);
-        self.reduced[chunk] = Some(self.builder.reduce(touched, &partials));
+        self.results[chunk].push(self.builder.reduce(touched, &partials));
     }
 
     /// Joins the inputs of this host part by part, each towards its owner; the step that joins the own part.
@@ -151,33 +155,41 @@ impl<'a> Writer<'a> {
         arrived
     }
 
-    /// Results: to the carriers on other hosts, from them, and to the members of this host; or from the carrier.
-    fn late(&mut self, chunk: usize) {
+    /// If this member carries the chunk: results to the carriers on other hosts, and from them.
+    fn late_between(&mut self, chunk: usize) {
+        let part = self.schedule.part(chunk, self.host).1;
+        let mut results = std::mem::take(&mut self.results[chunk]);
+        if self.schedule.hosts().carrier(self.host, chunk) == self.member {
+            let far = self.far();
+            if self.folded {
+                let load = Load::all(far.iter().map(|_| part), true);
+                if !load.is_empty() {
+                    self.builder.send(self.member, load, &results);
+                }
+                results.extend(self.theirs(load));
+            } else {
+                for host in far.into_iter().filter(|_| part > 0) {
+                    let to = self.schedule.hosts().carrier(host, chunk);
+                    self.builder.send(to, Load::one(part, true), &results);
+                }
+                let schedule = self.schedule;
+                results.extend(self.receive(chunk, |host| schedule.part(chunk, host).1, true));
+            }
+        }
+        self.results[chunk] = results;
+    }
+
+    /// Results to the members of this host, or from the carrier.
+    fn late_within(&mut self, chunk: usize) {
         let carrier = self.schedule.hosts().carrier(self.host, chunk);
-        let len = self.schedule.chunk(chunk).1;
+        let load = Load::one(self.schedule.chunk(chunk).1, true);
         if carrier != self.member {
-            self.builder.receive(carrier, Load::one(len, true), &[]);
+            self.builder.receive(carrier, load, &[]);
             return;
         }
-        let part = self.schedule.part(chunk, self.host).1;
-        let mut results = self.reduced[chunk].map_or(Vec::new(), |step| vec![step]);
-        let far = self.far();
-        if self.folded {
-            let load = Load::all(far.iter().map(|_| part), true);
-            if !load.is_empty() {
-                self.builder.send(self.member, load, &results);
-            }
-            results.extend(self.theirs(load));
-        } else {
-            for host in far.into_iter().filter(|_| part > 0) {
-                let to = self.schedule.hosts().carrier(host, chunk);
-                self.builder.send(to, Load::one(part, true), &results);
-            }
-            let schedule = self.schedule;
-            results.extend(self.receive(chunk, |host| schedule.part(chunk, host).1, true));
-        }
+        let results = std::mem::take(&mut self.results[chunk]);
         for to in self.near() {
-            self.builder.send(to, Load::one(len, true), &results);
+            self.builder.send(to, load, &results);
         }
     }
 }
@@ -205,7 +217,7 @@ mod tests {
                     }
                     let (course, mut expected) = (Course::new(&hosts, from, to), Vec::new());
                     let mut position = schedule.seek(0, &course);
-                    while !schedule.is_over(position) {
+                    while !position.is_over() {
                         expected.push(position.message.left() as u64);
                         position = schedule.next(position, &course);
                     }

@@ -9,8 +9,11 @@ use super::super::UNIT;
 use super::super::hosts::Hosts;
 use super::super::message::Message;
 
-/// Chunks that a member works on ahead of the one it waits for, of those that it carries.
+/// Chunks of which partials are sent before the result of the first, of those that a member carries.
 const LOOKAHEAD: usize = 3;
+/// Chunks whose inputs are posted within a host before the result of the first, likewise. If it were [`LOOKAHEAD`], too,
+/// each result would wait for the one before: a partial needs inputs, which would come after that result.
+const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
 /// Chunks grow with the hosts, so that what goes to each of them stays worth a message.
@@ -21,11 +24,22 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 const OVERLAP: usize = 4;
 
 /// Where in the sequence of messages one direction of a link is. In slot `2 t` is what is early for chunk `t` (an
-/// input, or a partial), in slot `2 t + 1` what is late for chunk `t - ahead` (a result).
+/// input, or a partial), in slot `2 t + 1` what is late for chunk `t - ahead` (a result), with the `ahead` of the
+/// [`Course`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Position {
     slot: usize,
     pub(super) message: Message,
+}
+
+/// The slot after the last message.
+const OVER: usize = usize::MAX;
+
+impl Position {
+    /// Whether there is no further message.
+    pub(super) fn is_over(self) -> bool {
+        self.slot == OVER
+    }
 }
 
 /// Every so many chunks, from a first one on.
@@ -55,6 +69,8 @@ impl Turns {
 pub(super) struct Course {
     early: Option<Turns>,
     late: Option<Turns>,
+    /// By how many chunks results come after what is early.
+    ahead: usize,
     from: usize,
     to: usize,
 }
@@ -68,18 +84,23 @@ impl Course {
         };
         let ((here, sender), (there, receiver)) = (place(from), place(to));
         let turns = |(first, step)| Some(Turns { first, step });
-        let (early, late) = if here == there {
-            (turns(receiver), turns(sender))
+        let (early, late, ahead) = if here == there {
+            (turns(receiver), turns(sender), ahead_within(hosts))
         } else {
             let both = Turns::both(sender, receiver);
-            (both, both)
+            (both, both, ahead_between(hosts))
         };
-        Self { early, late, from: here, to: there }
+        Self { early, late, ahead, from: here, to: there }
     }
 
     /// Whether nothing ever goes over it.
     pub(super) fn is_empty(&self) -> bool {
         self.early.is_none() && self.late.is_none()
+    }
+
+    /// Whether the result of a chunk was before this position.
+    pub(super) fn is_past(&self, position: Position, chunk: usize) -> bool {
+        position.slot > 2 * (chunk + self.ahead) + 1
     }
 }
 
@@ -91,7 +112,6 @@ pub(in super::super) struct Schedule {
     expansion: usize,
     chunk: usize,
     chunks: usize,
-    ahead: usize,
 }
 
 impl Schedule {
@@ -102,14 +122,13 @@ impl Schedule {
         expansion: usize,
         capacity: usize,
     ) -> Option<Self> {
-        let ahead = LOOKAHEAD * hosts.largest();
         let chunk = chunk_for(bytes, hosts, expansion, capacity)?;
-        Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk), ahead })
+        Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk) })
     }
 
-    /// By how many chunks results come after what is early.
-    pub(super) fn ahead(&self) -> usize {
-        self.ahead
+    /// By how many chunks results come after what is early, between hosts and within a host.
+    pub(super) fn ahead(&self) -> (usize, usize) {
+        (ahead_between(&self.hosts), ahead_within(&self.hosts))
     }
 
     pub(in super::super) fn chunks(&self) -> usize {
@@ -118,7 +137,7 @@ impl Schedule {
 
     /// Chunks that are begun, by the time that one is late, of those that a member of this host carries.
     pub(super) fn begun(&self, host: usize) -> usize {
-        self.ahead / self.hosts.members(host).len().max(1) + 2
+        ahead_between(&self.hosts) / self.hosts.members(host).len().max(1) + 2
     }
 
     /// Bytes of the longest part of a chunk.
@@ -168,15 +187,15 @@ impl Schedule {
             Some((2 * chunk, self.early_bytes(chunk, course)))
         });
         let late = course.late.and_then(|turns| {
-            let least = (slot / 2).saturating_sub(self.ahead);
+            let least = (slot / 2).saturating_sub(course.ahead);
             let chunk = self.present(turns.from(least))?;
-            Some((2 * (chunk + self.ahead) + 1, self.late_bytes(chunk, course)))
+            Some((2 * (chunk + course.ahead) + 1, self.late_bytes(chunk, course)))
         });
         // Chunks get no longer: where a message is empty, those that follow it in its turns are, too.
         let next = [early, late].into_iter().flatten().filter(|(_, bytes)| *bytes > 0).min();
         match next {
             Some((slot, bytes)) => Position { slot, message: Message::new(bytes) },
-            None => Position { slot: self.slots(), message: Message::default() },
+            None => Position { slot: OVER, message: Message::default() },
         }
     }
 
@@ -186,11 +205,7 @@ impl Schedule {
 
     /// The position after this one.
     pub(super) fn next(&self, position: Position, course: &Course) -> Position {
-        self.seek(position.slot + 1, course)
-    }
-
-    pub(super) fn is_over(&self, position: Position) -> bool {
-        position.slot >= self.slots()
+        self.seek(position.slot.saturating_add(1), course)
     }
 
     /// The chunk of which an input or partial is at this position.
@@ -199,25 +214,16 @@ impl Schedule {
     }
 
     /// The chunk of which a result is at this position.
-    pub(super) fn late_at(&self, position: Position) -> Option<usize> {
-        self.late(position.slot)
-    }
-
-    /// Whether the result of a chunk was before this position.
-    pub(super) fn is_past(&self, position: Position, chunk: usize) -> bool {
-        position.slot > 2 * (chunk + self.ahead) + 1
-    }
-
-    fn slots(&self) -> usize {
-        2 * (self.chunks + self.ahead)
+    pub(super) fn late_at(&self, position: Position, course: &Course) -> Option<usize> {
+        self.late(position.slot, course)
     }
 
     fn early(&self, slot: usize) -> Option<usize> {
         (slot.is_multiple_of(2) && slot / 2 < self.chunks).then_some(slot / 2)
     }
 
-    fn late(&self, slot: usize) -> Option<usize> {
-        let chunk = (slot / 2).checked_sub(self.ahead).filter(|chunk| *chunk < self.chunks)?;
+    fn late(&self, slot: usize, course: &Course) -> Option<usize> {
+        let chunk = (slot / 2).checked_sub(course.ahead).filter(|chunk| *chunk < self.chunks)?;
         (slot % 2 == 1).then_some(chunk)
     }
 
@@ -234,26 +240,26 @@ fn part_for(chunk: usize, hosts: usize) -> usize {
     chunk.div_ceil(UNIT).div_ceil(hosts) * UNIT
 }
 
-/// Bytes of a chunk: see the proof in the module above for what rings must hold.
+/// By how many chunks results come after partials between hosts.
+fn ahead_between(hosts: &Hosts) -> usize {
+    LOOKAHEAD * hosts.largest()
+}
+
+/// By how many chunks results come after inputs within a host.
+fn ahead_within(hosts: &Hosts) -> usize {
+    LOOKAHEAD_WITHIN * hosts.largest()
+}
+
+/// Bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do not travel:
+/// a ring need not hold a chunk.
 fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> Option<usize> {
-    let ahead = LOOKAHEAD * hosts.largest();
     let sizes = hosts.sizes();
-    let fewest = |least: usize| sizes.iter().copied().filter(|size| *size >= least).min();
-    // Messages that may lie in a ring within a host, and between hosts.
-    let within = fewest(2).map(|members| ahead / members + 3);
-    let between = fewest(1).map_or(0, |members| ahead / members + 3);
-    let fits = |chunk: usize| {
-        within.is_none_or(|messages| messages * chunk <= capacity)
-            && between * part_for(chunk, sizes.len()) * expansion <= capacity
-    };
+    let fewest = sizes.iter().copied().filter(|size| *size > 0).min()?;
+    let part = capacity / expansion / (ahead_between(hosts) / fewest + 3) / UNIT * UNIT;
     let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
     let largest = LARGEST_CHUNK.max(sizes.len() * SMALLEST_PART);
-    let wanted = share.clamp(SMALLEST_CHUNK, largest);
-    // The longest that fits: part by part, as a part is rounded up to units.
-    let longest = within.map_or(wanted, |messages| wanted.min(capacity / messages / UNIT * UNIT));
-    let part = capacity / expansion / between.max(1) / UNIT * UNIT;
-    let chunk = longest.min(part * sizes.len());
-    (chunk > 0 && fits(chunk)).then_some(chunk)
+    let chunk = share.clamp(SMALLEST_CHUNK, largest).min(part * sizes.len());
+    (chunk > 0).then_some(chunk)
 }
 
 #[cfg(test)]
@@ -266,6 +272,7 @@ mod tests {
     /// Slots and bytes of all messages of one direction of a link, as the module above says them.
     fn messages(schedule: &Schedule, from: usize, to: usize) -> Vec<(usize, usize)> {
         let hosts = schedule.hosts();
+        let course = &Course::new(hosts, from, to);
         let (here, there) = (hosts.of(from), hosts.of(to));
         let carries = |member: usize, chunk| hosts.carrier(hosts.of(member), chunk) == member;
         let bytes = |slot: usize| {
@@ -276,14 +283,15 @@ mod tests {
                     _ => 0,
                 };
             }
-            let Some(chunk) = schedule.late(slot) else { return 0 };
+            let Some(chunk) = schedule.late(slot, course) else { return 0 };
             match (here == there, carries(from, chunk), carries(to, chunk)) {
                 (true, true, _) => schedule.chunk(chunk).1,
                 (false, true, true) => schedule.part(chunk, here).1,
                 _ => 0,
             }
         };
-        (0..schedule.slots()).map(|slot| (slot, bytes(slot))).filter(|(_, bytes)| *bytes > 0).collect()
+        let slots = 2 * (schedule.chunks() + course.ahead);
+        (0..slots).map(|slot| (slot, bytes(slot))).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     #[test]
@@ -298,7 +306,7 @@ mod tests {
                     let course = Course::new(&hosts, from, to);
                     let mut found = Vec::new();
                     let mut position = schedule.seek(0, &course);
-                    while !schedule.is_over(position) {
+                    while !position.is_over() {
                         found.push((position.slot, position.message.left()));
                         position = schedule.next(position, &course);
                     }
@@ -389,8 +397,6 @@ mod tests {
                     for host in 0..hosts.count() {
                         let messages = schedule.begun(host) + 1;
                         assert!(messages * schedule.longest_part() * expansion <= capacity);
-                        let alone = hosts.members(host).len() == 1;
-                        assert!(alone || messages * schedule.chunk <= capacity);
                     }
                 }
             }
