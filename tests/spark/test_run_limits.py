@@ -84,7 +84,7 @@ def test_a_spilled_result_that_was_tampered_with_is_not_unpickled(tmp_path):
     spill = Spill.below(LocalStore(str(tmp_path)))
     stored = spill.put(b"\x80\x05N.")
     assert stored.name == hashlib.sha256(b"\x80\x05N.").hexdigest()
-    file = next(path for path in tmp_path.rglob("*") if path.is_file())
+    (file,) = tmp_path.rglob(stored.name)
     file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match="differs from the file that the job wrote"):
         spill.fetched(stored)
