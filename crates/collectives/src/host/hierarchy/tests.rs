@@ -68,6 +68,11 @@ fn input(member: usize, element: usize) -> f32 {
     f32::from(u8::try_from((element * 7 + member * 31) % 251).unwrap())
 }
 
+/// A number below `of`.
+fn pick(random: u64, of: u64) -> usize {
+    usize::try_from(random % of).unwrap()
+}
+
 /// The own part of a chunk comes before others: it is reduced while those behind it have not arrived, and the other host
 /// may have sent partials of the next chunk.
 #[test]
@@ -75,14 +80,14 @@ fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
     let elements = 100_003;
     for seed in 0..40_u64 {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
-        let mut members = jobs(elements, [4 << 10, 12 << 10, 32 << 10, 40 << 10][seed as usize % 4]);
+        let mut members = jobs(elements, [4 << 10, 12 << 10, 32 << 10, 40 << 10][pick(seed, 4)]);
         let (mut done, mut idle) = ([false; 4], 0);
         while done != [true; 4] {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
             // One member at a time goes on for a while, so that the others fall behind.
-            let (member, times) = (random as usize % 4, (random >> 8) % 20);
+            let (member, times) = (pick(random, 4), (random >> 8) % 20);
             let (job, peers, _) = &mut members[member];
             for _ in 0..times {
                 let moved = job.poll(peers).unwrap();
