@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,15 +87,13 @@ class Job:
 
     def world(self) -> list[tuple[str, int]]:
         """Host and process of each rank of the newest world, as it numbers its processes."""
-        ranks: dict[str, tuple[str, int]] = {}
-        lines = [line for launch in self.launches for line in launch.out.read_text(errors="replace").splitlines()]
-        for line in reversed(lines):
-            words = line.partition(":")[2].split()
-            if words[:1] == ["world"] and len(words) == 5:
-                if words[2] in ranks:
-                    break
-                ranks[words[2]] = words[4], int(words[3])
-        return list(ranks.values())
+        worlds: dict[int, dict[str, tuple[str, int]]] = {}
+        for launch in self.launches:
+            for line in launch.out.read_text(errors="replace").splitlines():
+                words = line.partition(":")[2].split()
+                if words[:1] == ["world"] and len(words) == 5:
+                    worlds.setdefault(int(words[1]), {})[words[2]] = words[4], int(words[3])
+        return list(worlds[max(worlds)].values())
 
     def list(self) -> None:
         """Has the discovery script list what there is."""
@@ -142,11 +141,13 @@ def kill(job: Job) -> str:
 
 def kill_half(job: Job) -> str:
     """SIGKILL to half of the workers at once."""
-    pids, (_, kept) = [pid for host in job.hosts() for pid in job.workers(host)], job.survivor()
+    _, kept = job.survivor()
+    pids = [pid for host in job.hosts() for pid in job.workers(host)]
     others = [pid for pid in pids if pid != kept]
     gone = job.chance.sample(others, min(len(others), max(1, len(pids) // 2)))
     for pid in gone:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for pid in gone:
         until(lambda pid=pid: state(pid) in ("", "Z", "X"), f"the end of process {pid}")
     return f"SIGKILL of {len(gone)} of {len(pids)} workers"
@@ -193,8 +194,13 @@ def part(job: Job) -> str:
 def cut(job: Job, seconds: float, count: int) -> str:
     """Cuts hosts off, some time, and lets them back."""
     kept, _ = job.survivor()
-    until(lambda: job.hosts() != [kept], "workers on another host")
-    others = [host for host in job.hosts() if host is not kept]
+    others: list[Host] = []
+
+    def found() -> bool:
+        others[:] = [host for host in job.hosts() if host is not kept]
+        return bool(others)
+
+    until(found, "workers on another host")
     hosts = job.chance.sample(others, min(count, len(others)))
     for host in hosts:
         host.cut()
@@ -256,7 +262,8 @@ def remove(job: Job) -> str:
     listed = [name for name, slots in job.listed.items() if slots]
     if len(listed) < 3:
         return add(job)
-    name = job.chance.choice(listed)
+    kept, _ = job.survivor()
+    name = job.chance.choice([name for name in listed if name != kept.name])
     job.listed[name] = 0
     job.list()
     until(lambda: not job.workers(job.bed[name]), f"the workers of {name} to leave", 90.0)

@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 import farandole.numpy as hvd
+from farandole._native import engine
 from farandole.common.elastic import ObjectState, leave_and_join, run_fn
 
 SAMPLES, FEATURES, BATCH = 512, 8, 48
@@ -30,7 +31,8 @@ def problem() -> tuple[np.ndarray, np.ndarray]:
 def train(state: ObjectState) -> None:
     """Trains from where the state is."""
     inputs, targets = problem()
-    print(f"world {hvd.size()} {hvd.rank()} {os.getpid()} {socket.gethostname()}", flush=True)
+    generation = engine.world().generation
+    print(f"world {generation} {hvd.rank()} {os.getpid()} {socket.gethostname()}", flush=True)
     while True:
         left = np.flatnonzero(~state.done)
         # The order of an epoch is its own, and the same on all ranks.

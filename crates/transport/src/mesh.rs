@@ -30,9 +30,10 @@ use crate::ring::{RingReceiver, RingSender};
 use crate::service::{Listeners, Service};
 use crate::shared::{Arrival, Facts, Secured, Shared};
 use crate::watch::Watch;
+use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
+
 pub use many::dials_at_once;
 
-use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
 /// A shorter silence than this happens on any busy host.
@@ -118,7 +119,7 @@ pub struct Mesh {
     budget: Budget,
     /// Channels that were opened, by peer.
     opened: Mutex<HashSet<(u32, Rank)>>,
-    /// Peers that a control connection was dialled to. Held while dialling one.
+    /// Peers that a control connection was dialled to.
     controlled: Mutex<HashSet<Rank>>,
     fallbacks: Mutex<Vec<(Rank, String)>>,
     service: Option<JoinHandle<()>>,

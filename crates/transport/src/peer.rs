@@ -21,7 +21,7 @@ pub(crate) struct Peer {
     pub(crate) host: OnceLock<String>,
     /// The address at which it answered last.
     pub(crate) reached: Mutex<Option<SocketAddr>>,
-    /// Held while memory is handed over to it.
+    /// Held while memory is handed over to it, or a control connection is dialled.
     pub(crate) handover: Mutex<()>,
     bell: OnceLock<Arc<Bell>>,
     lost: OnceLock<String>,

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -213,13 +213,15 @@ def _has_rows(result: dict[str, Any]) -> bool:
 
 
 def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
-    """Copies of arrays or tensors that have none of their rows."""
+    """Copies of arrays or tensors that have none of their rows, without those that cannot be sliced by rows."""
     import numpy as np  # noqa: PLC0415 - optional
 
-    return {
-        name: values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
-        for name, values in result.items()
-    }
+    none = {}
+    for name, values in result.items():
+        # Sparse and nested tensors have no slices of rows.
+        with suppress(RuntimeError, TypeError, IndexError):
+            none[name] = values[:0].clone() if hasattr(values, "clone") else np.asarray(values)[:0].copy()
+    return none
 
 
 def _checked(result: Any) -> dict[str, Any]:

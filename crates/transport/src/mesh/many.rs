@@ -6,12 +6,12 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farandole_world::Rank;
 
+use crate::Result;
 use crate::dial::Wait;
-use crate::{Error, Result};
 
 /// Peers for each dial that is under way.
 const PEERS: usize = 4;
@@ -49,36 +49,45 @@ pub(super) fn dial_all<T: Send>(
     thread::scope(|scope| {
         for _ in 0..threads {
             let dialled = dialled.clone();
-            let started = thread::Builder::new()
-                .name("farandole-dial".to_owned())
-                .spawn_scoped(scope, move || work(dialled));
-            started.map_err(|error| {
-                is_over.store(true, Ordering::Relaxed);
-                Error::System { what: "thread", reason: error.to_string() }
-            })?;
+            let builder = thread::Builder::new().name("farandole-dial".to_owned());
+            // A process may have as few threads as its limit allows, and as many dials at once.
+            if builder.spawn_scoped(scope, move || work(dialled)).is_err() {
+                break;
+            }
         }
         drop(dialled);
         let (mut links, mut failure) = (Vec::with_capacity(peers.len()), None);
+        let mut asked = Instant::now();
         loop {
-            match outcomes.recv_timeout(ASK) {
+            let outcome = outcomes.recv_timeout(ASK);
+            if failure.is_none() && asked.elapsed() >= ASK {
+                failure = wait.ask().err();
+                asked = Instant::now();
+            }
+            match outcome {
                 Ok((place, Ok(link))) => links.push((place, link)),
                 // Later ones may be of dials that were given up because of this one.
                 Ok((_, Err(error))) => failure = failure.or(Some(error)),
-                Err(RecvTimeoutError::Timeout) if failure.is_none() => failure = wait.ask().err(),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             is_over.fetch_or(failure.is_some(), Ordering::Relaxed);
         }
-        failure.map_or(Ok(links), Err)
+        if let Some(failure) = failure {
+            return Err(failure);
+        }
+        // Those that no thread has dialled, if none could be started.
+        while let Some((place, rank)) = peers.get(next.fetch_add(1, Ordering::Relaxed)) {
+            links.push((*place, dial(*rank, wait)?));
+        }
+        Ok(links)
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
+    use crate::Error;
 
     fn peers(count: u32) -> Vec<(usize, Rank)> {
         (0..count).map(Rank).enumerate().collect()

@@ -22,7 +22,7 @@
 //! So a result goes to other hosts after partials up to `A` (between) chunks later, which need inputs that come after
 //! results of `A` (within) chunks before those. The difference of both is how many chunks are between hosts at once.
 //!
-//! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`, its partials, and its reduction;
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in one;
 //! then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts, after
 //! they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps. Suppose
 //! nobody can move, and consider the first step that is not over. All messages of earlier steps have been read, so its

@@ -78,8 +78,8 @@ class TensorboardTracker(Tracker):
 
     def __enter__(self) -> Self:
         """Logs the parameters."""
-        self._writer.start()
         self._details.add(self._begin(self._parameters), 0)
+        self._writer.start()
         self._writer.write()
         return self
 
