@@ -21,20 +21,6 @@ PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
 
 
-def described(generation: int, workers: set[int], before: set[int]) -> str:
-    """What a user is told of a new world. State that only workers had is lost with the last of them.
-
-    Args:
-        generation: Which world it is, from 1.
-        workers: Those in it.
-        before: Those of the world before; empty when it is not known.
-    """
-    told = f"world {generation} has {len(workers)} ranks"
-    if not before or workers & before:
-        return told
-    return f"{told}, all of them new: state that the script has not stored is lost"
-
-
 class Hearing(ABC):
     """Takes the events of a job.
 

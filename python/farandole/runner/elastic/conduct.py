@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.hearing import Hearing, described
+from farandole.runner.hearing import Hearing
 from farandole.runner.outcome import Ending, failure, results
 from farandole.runner.watcher import NOBODY
 from farandole.runner.worker import EXECUTOR as WHERE
@@ -119,7 +119,6 @@ class _Job(Hearing):
         self.departures = departures
         self.ends_on_error = ends_on_error
         self.worlds = 0
-        self.workers: set[int] = set()
         self.exits: dict[int, Event] = {}
         self.results: dict[int, bytes] = {}
         self.failed: Event | None = None
@@ -227,12 +226,10 @@ class _Job(Hearing):
     def assigned(self) -> None:
         self.worlds += 1
         seats = self.registrar.assignment() or []
-        before, self.workers = self.workers, {seat["task"] for seat in seats}
-        told = described(self.worlds, self.workers, before)
-        self.output.say(told)
+        self.output.say(f"world {self.worlds} has {len(seats)} ranks")
         self.watcher.seats(seats)
         if self.worlds > 1:
-            self.watcher.restarted(told)
+            self.watcher.restarted(f"world {self.worlds} has {len(seats)} ranks")
         for seat in seats:
             self.output.say(f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2)
 

@@ -229,7 +229,7 @@ class _Conduct:
                     generation, places = what
                     self._hosts = [host for _, host in places]
                     before, self._workers = self._workers, {task for task, _ in places}
-                    told = hearing.described(generation, self._workers, before)
+                    told = _described(generation, self._workers, before)
                     self._output.say(told, 1 if generation > 1 else 2)
                     self._watcher.seats(
                         [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
@@ -260,3 +260,17 @@ class _Conduct:
             for task, one in enumerate(outcomes)
         ]
         return outcome.results(endings, len(endings))
+
+
+def _described(generation: int, workers: set[int], before: set[int]) -> str:
+    """What a user is told of a new world. State that only workers had is lost with the last of them.
+
+    Args:
+        generation: Which world it is, from 1.
+        workers: Those in it.
+        before: Those of the world before; empty when it is not known.
+    """
+    told = f"world {generation} has {len(workers)} ranks"
+    if not before or workers & before:
+        return told
+    return f"{told}, all of them new: state that the script has not stored is lost"
