@@ -4,9 +4,9 @@
 //! `farandole simulate`: how long things take on a cluster that is not there.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufWriter, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -113,10 +113,7 @@ fn answer(matches: &ArgMatches) -> Result<Report> {
     let sizes: Vec<u64> = matches.get_many::<u64>("bytes").unwrap_or_default().copied().collect();
     let allreduces = sizes.iter().map(|bytes| collective.simulate(*bytes)).collect::<Result<_, _>>()?;
     if let (Some(path), Some(bytes)) = (matches.get_one::<PathBuf>("goal"), sizes.first()) {
-        let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
-        let mut out = BufWriter::new(file);
-        goal::write(&mut out, &collective, *bytes)?;
-        out.flush()?;
+        save(path, |out| goal::write(out, &collective, *bytes))?;
     }
     let control = Control::simulate(&cluster)?;
     let step = match matches.get_one::<String>("model").and_then(|name| Model::named(name)) {
@@ -130,6 +127,27 @@ fn answer(matches: &ArgMatches) -> Result<Report> {
     };
     let forming = Forming::simulate(&cluster)?;
     Ok(Report { cluster, forming, control, allreduces, step })
+}
+
+/// Writes a file beside, which takes the place of an existing one when it is whole.
+fn save(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> farandole::simulator::Result<()>,
+) -> Result<()> {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    let cannot = || format!("cannot write {}", path.display());
+    let mut out = BufWriter::new(File::create(&part).with_context(cannot)?);
+    let written = write(&mut out).map_err(anyhow::Error::from);
+    let saved = written.and_then(|()| {
+        out.flush().with_context(cannot)?;
+        fs::rename(&part, path).with_context(cannot)
+    });
+    if saved.is_err() {
+        // The reason is returned; without the file there is nothing to clean up.
+        drop(fs::remove_file(&part));
+    }
+    saved
 }
 
 fn cluster(matches: &ArgMatches) -> Result<Cluster> {
@@ -351,7 +369,13 @@ mod tests {
             lines.iter().any(|line| line.contains(&format!("efficiency {efficiency:.1} %"))),
             "{lines:?}"
         );
-        let schedule = std::fs::read_to_string(path).unwrap();
+        let schedule = std::fs::read_to_string(&path).unwrap();
         assert!(schedule.starts_with("num_ranks 512\n\nrank 0 {\nl0: "), "{}", &schedule[..80]);
+
+        let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 64M --goal";
+        let error = answer(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
+        assert!(error.to_string().contains("messages"), "{error}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), schedule, "a failure leaves the file as it was");
+        assert_eq!(folder.path().read_dir().unwrap().count(), 1);
     }
 }
