@@ -165,14 +165,20 @@ def test_no_thread_is_left_after_a_fit(run):
     assert "farandole-tensorboard" not in [one.name for one in threading.enumerate()]
 
 
-def test_earlier_events_stay_where_a_file_cannot_be_read_at_first(run, caplog, monkeypatch):
+def fitted_twice(run, monkeypatch, failures):
+    """The files after a first fit; a second one follows, at whose begin so many reads fail."""
     monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
     with run.tracker() as tracker:
         tracker.report(step(0, 1))
-    details, steps = run.details, run.steps
-    run.store.failures = 2
+    before = run.details, run.steps
+    run.store.failures = failures
     with run.tracker() as tracker:
         tracker.report(step(1, 1))
+    return before
+
+
+def test_earlier_events_stay_where_a_file_cannot_be_read_at_first(run, caplog, monkeypatch):
+    details, steps = fitted_twice(run, monkeypatch, failures=2)
     assert run.details.startswith(details)
     assert run.steps.startswith(steps)
     assert [place for place, _ in points(run.steps, "step/loss")] == [1, 11]
@@ -180,13 +186,7 @@ def test_earlier_events_stay_where_a_file_cannot_be_read_at_first(run, caplog, m
 
 
 def test_a_file_that_can_never_be_read_is_left_as_it_is(run, caplog, monkeypatch):
-    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
-    with run.tracker() as tracker:
-        tracker.report(step(0, 1))
-    details, steps = run.details, run.steps
-    run.store.failures = 1000
-    with run.tracker() as tracker:
-        tracker.report(step(1, 1))
+    details, steps = fitted_twice(run, monkeypatch, failures=1000)
     assert (run.details, run.steps) == (details, steps)
     told = [one.getMessage() for one in caplog.records]
     for name in (f"logs/{FILE}", f"logs/steps/{FILE}"):
