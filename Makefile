@@ -9,15 +9,19 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
+# JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in such short runs (one
+# short session: 24 s of processor time with it, 14 s without).
+test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
+
 RUST_TESTS := cargo test --release --workspace --exclude farandole-python
 # Deadlines are short and machines are shared, so a failed test runs once more, with a message. Python tests spend half of
 # their time waiting, so two halves run in parallel. The output of each half appears when it has ended.
-test: install loom
+test: bytecode loom
 	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
 	@echo "make test: the tests in Python, in two halves side by side"
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
@@ -31,17 +35,17 @@ test-rest:
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests of it.
-test-ray: install
+test-ray: bytecode
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
 # Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
 # missing, its tests are skipped and a message names it.
-test-launch: install packages
+test-launch: bytecode packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
 
 # An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
 # the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
-chaos: install packages
+chaos: bytecode packages
 	FARANDOLE_CHAOS_SECONDS=$${FARANDOLE_CHAOS_SECONDS:-1200} FARANDOLE_CHAOS_REPORT=$(CURDIR)/target/chaos.json \
 	$(BIN)/python -m pytest tests/chaos
 
@@ -51,7 +55,7 @@ packages:
 
 # The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
 # real Jupyter kernel. The timelines of all ranks. `test` has the short ones.
-test-ui: install packages
+test-ui: bytecode packages
 	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
@@ -80,7 +84,7 @@ sanitize:
 
 # Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, which this target installs below .tools. Tests
 # of Kerberos need kinit (Debian: apt-get install krb5-user), and are skipped without it.
-test-storage: install .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(BIN)/python -m pytest tests/storage
 
 .tools/azurite:
@@ -96,10 +100,7 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 # of pyspark, each in its own environment, which sees the other packages of this one. Both parts run in parallel, because
 # they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
-# JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in such short runs (one
-# short session: 24 s of processor time with it, 14 s without).
-test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
-test-spark: install .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
+test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: two halves side by side, for about half an hour; the output of each comes when it has ended"
 	$(MAKE) -j2 --output-sync=target spark-slow spark-older
 
@@ -133,21 +134,21 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 	touch $@
 
 # The whole grid of faults. `test` runs a part of it. target/faults.jsonl records the error of every rank and its time.
-test-faults: install
+test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
 	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in containers of one machine.
-test-scale: install
+test-scale: bytecode
 	cargo test --release -p farandole-world -p farandole-collectives -p farandole-engine -p farandole-transport -p farandole-session
 	$(BIN)/python -m pytest tests/scale tests/parallel/test_rounded_sums.py -m "slow or not slow"
 
 # Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random collectives, a driver that
 # is stopped or cut off from its executors: half an hour at most, in two parallel halves. `test` runs the short ones.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
-test-trust: install packages
+test-trust: bytecode packages
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
 	cargo test --release -p farandole-transport -p farandole-registrar --test relay --test mesh --test crowd
 
@@ -164,7 +165,7 @@ trust-rest:
 PROSE := $(wildcard *.md) docs python/farandole $(wildcard crates/*/src)
 lint: $(VENV)/.packages .tools/bin/vale
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --release --workspace --all-targets -- -D warnings
 	cargo xtask check
 	$(BIN)/ruff check python tests examples bench release docs
 	$(BIN)/ruff format --check python tests examples bench release docs
@@ -197,6 +198,8 @@ bench: install
 	$(BIN)/python bench/tuning.py
 
 install: $(VENV)/.wheel
+
+bytecode: $(VENV)/.bytecode
 
 # TensorFlow's ops are a separate library and a file of the package. In a checkout, that file is a link to cargo's output.
 tensorflow-ops:
@@ -231,6 +234,14 @@ wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
 $(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM) $(PAGE).js crates/ui/page/index.html
 	$(MAKE) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
+	touch $@
+
+# Tests start hundreds of processes. If PYTHONDONTWRITEBYTECODE is set, as in many containers, each process compiles all that
+# it imports (TensorFlow: 7 s of processor time). So all packages are compiled once. Some contain files that no Python 3 can
+# compile, hence `|| true`.
+$(VENV)/.bytecode: $(VENV)/.wheel
+	@echo "compiling the bytecode of all packages, for the tests"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 	touch $@
 
 $(VENV)/.packages: pyproject.toml | tools
