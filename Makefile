@@ -117,7 +117,7 @@ spark-older:
 # environment is created again if this file or the packages of the main environment have changed.
 .tools/pyspark-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "pyspark==$(if $(filter 3.5,$*),3.5.7,$*.*)"
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "pyspark==$(if $(filter 3.5,$*),3.5.7,$*.*)"
 	test $* != 3.5 || mvn -q -B dependency:copy -Dartifact=org.apache.spark:spark-connect_2.12:3.5.7 \
 	-DoutputDirectory=`echo $(CURDIR)/$(@D)/lib/python*/site-packages/pyspark/jars`
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
