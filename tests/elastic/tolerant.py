@@ -43,18 +43,27 @@ def loss(network: torch.nn.Module, identity: int, step: int) -> torch.Tensor:
     return torch.nn.functional.mse_loss(network(inputs), targets)
 
 
+taken = []
+"""Results of another rank that this one took after its own reduction had failed."""
+
+
 def fail_once() -> None:
     """Has the next reduction fail on this rank alone, after it has come to its end on all."""
     from farandole.torch.distributed import _fault_tolerant
 
-    reduce = _fault_tolerant._reduce
+    reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take
 
     def fail(pieces: list) -> None:
         reduce(pieces)
+        time.sleep(0.5)
         _fault_tolerant._reduce = reduce
         raise FarandoleInternalError("a link broke")
 
-    _fault_tolerant._reduce = fail
+    def note(piece: object, results: dict) -> None:
+        taken.append(piece)
+        take(piece, results)
+
+    _fault_tolerant._reduce, _fault_tolerant._Piece.take = fail, note
 
 
 def end(moment: str, network: torch.nn.Module) -> None:
@@ -121,7 +130,7 @@ def main() -> None:
                 # All ranks of the grown world see this after the same step.
                 goal = tolerant.steps + 10
     said = {"identity": identity, "rank": hvd.rank(), "steps": tolerant.steps, "first": first, "sizes": sizes}
-    said["seen"] = int(network.seen)
+    said |= {"seen": int(network.seen), "taken": len(taken)}
     said |= {
         "rate": schedule.get_last_lr()[0],
         "weights": [p.detach().flatten().tolist() for p in network.parameters()],
