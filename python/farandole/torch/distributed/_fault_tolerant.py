@@ -228,7 +228,7 @@ class _Piece:
             start = (gradient.data_ptr() - buffer.data_ptr()) // buffer.element_size()
             self._parts.append((names[parameter], start, gradient.numel()))
         self.memory = memory(self._wire)
-        devices = [] if buffer.is_cpu else [buffer.device]
+        devices: list[int | str | torch.device] = [] if buffer.is_cpu else [buffer.device]
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._handles: list[int] = []
 
