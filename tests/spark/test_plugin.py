@@ -341,6 +341,7 @@ print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body[
     assert [one["rank"] for one in ranks] == [0, 1]
     for one in ranks:
         assert 0 < one["data_seconds"] < one["step_seconds"] < 10, one
+        assert ("reduce_seconds" in one) == (framework == "torch"), one
         assert one["pid"] > 0
         assert one["host"]
         assert one["executor"] == "driver"

@@ -61,6 +61,16 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
     page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
 
 
+def test_no_rank_is_marked_if_the_reduction_is_not_measured(page, shown, tmp_path):
+    ranks = [{"rank": rank, "host": "a", "step_seconds": 0.1 * (1 + rank), "data_seconds": 0.01} for rank in range(3)]
+    write_run(tmp_path, "keras", ranks=ranks)
+    ready(page, f"{shown()}#/run/0%2Fkeras")
+    page.wait_for_selector("text=what waits for the reduction is not measured")
+    assert page.locator("tr.slow").count() == 0
+    cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
+    assert cells[5:9] == ["100.0 ms", "", "10 %", ""], "step, computes, waits for data, reduces"
+
+
 def test_names_and_values_are_never_html(page, errors, shown, tmp_path):
     alerts = []
     page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
