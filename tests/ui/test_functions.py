@@ -191,3 +191,24 @@ def test_a_notebook_gets_a_link_and_not_a_path_on_stderr(tmp_path, monkeypatch, 
     assert re.search(r'<a href="/user/ada/proxy/\d+/[0-9a-f]{32}/#/run/0%2Fgetcwd-', link), link
     assert f"{tmp_path}/runs</a>" in link
     assert "the run is at" not in capfd.readouterr().err
+
+
+def test_a_stall_is_an_event_of_the_run(tmp_path):
+    import farandole
+
+    def late():
+        import time
+
+        import numpy as np
+
+        import farandole.numpy as hvd
+
+        hvd.init()
+        hvd.barrier()
+        time.sleep(1.5 * hvd.rank())
+        hvd.allreduce(np.ones(2), name="late")
+
+    farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"})
+    events = kept(tmp_path)["events"]
+    assert {event["what"] for event in events} == {"stall: others wait for rank 1"}
+    assert "\nMissing ranks:\n1: [" in events[0]["reason"]
