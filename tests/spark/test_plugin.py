@@ -196,7 +196,8 @@ found = until_rows(spark, lambda run, key, body: key.startswith("event/") and "r
 print(json.dumps([reason, [body for run, key, body in found if key.startswith(("event/", "removed/"))]]))
 """
     reason, events = json.loads(drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1])
-    assert re.search(r"; Spark has removed executor [01], which it was in: .*137", reason, re.DOTALL), reason
+    # Either Spark fails the stage first, and says why, or the driver notices the lost worker and asks Spark.
+    assert "exited with code 137" in reason, reason
     assert any("137" in (one.get("reason") or "") for one in events), events
 
 
