@@ -36,6 +36,7 @@ from farandole.spark.common.data.existing import Existing
 from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.data.reference import with_statistics, with_stored_statistics
 from farandole.spark.common.data.schema import check_types
+from farandole.spark.common.data.tidying import tidy
 from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
 from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
@@ -194,6 +195,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
+                tidy(store, self.getGcOlderThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one took.
@@ -221,6 +223,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
+                tidy(store, self.getGcOlderThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
                 return self._train(self._backend(), counted, shown)  # as above

@@ -15,6 +15,7 @@ from farandole.spark.common.parameter import Parameter, Parameters, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
 
     from farandole.data.statistics import Statistics
     from farandole.runner.backend import Backend
@@ -99,6 +100,11 @@ class EstimatorParams(Parameters):
         '`"force"` also continues a run that was started with other data, another model or other parameters.',
         check.choice("auto", "force"),
         default="auto",
+    )
+    gc_older_than: Parameter[str | float | timedelta] = Parameter(
+        "`fit` deletes prepared data of the store that is older and not in use: an age such as `30d`, or seconds.",
+        check.optional(values.age),
+        default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.", check.at_least(1), default=None
@@ -221,6 +227,7 @@ class EstimatorParams(Parameters):
     setPartitionsPerProcess, getPartitionsPerProcess = accessors("partitions_per_process")
     setRunId, getRunId = accessors("run_id")
     setResume, getResume = accessors("resume")
+    setGcOlderThan, getGcOlderThan = accessors("gc_older_than")
     setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
     setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
     setLabelShapes, getLabelShapes = accessors("label_shapes")
