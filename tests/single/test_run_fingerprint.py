@@ -200,7 +200,8 @@ SCALE = 3
 TABLE = {"b": [1, 2], "a": {"x", "y"}}
 def helper(x): return x * SCALE
 class Base(torch.nn.Module):
-    kinds = {"p", "q", helper, len}
+    kinds = {"p", "q", helper, len, frozenset({"r", "s", "t"})}
+    table = {("a", 1): helper, frozenset({"r", "s", "t"}): 2}
     def forward(self, x): return helper(x) + TABLE["b"][0]
 class Net(Base):
     def __init__(self):

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,9 @@ from farandole.spark.common.runs.code import is_array, is_users, local_name, of_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_DEEPEST = 6
+_DEEPEST = 8
 _SHORT = 60
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _HEX = 16
 
 
@@ -182,7 +184,10 @@ def _key(value: Any) -> str:
     """A word to sort by, which is the same in another process."""
     if inspect.isroutine(value) or inspect.isclass(value):
         return local_name(value)
-    return str(value)
+    if isinstance(value, frozenset | tuple):
+        keys = [_key(one) for one in value]
+        return str(keys if isinstance(value, tuple) else sorted(keys))
+    return value if isinstance(value, str) else _ADDRESS.sub("", repr(value))
 
 
 def _object(value: Any, go: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from typing import Any, Final
 
 _STORES: Final = "farandole.spark.common.store"
@@ -73,5 +72,7 @@ def put(loaded: Any, saved: Any, path: str) -> None:
 def _is_known(name: str, value: Any) -> bool:
     """Whether a value is of a class of ours, and not of one derived from it, whose arguments nobody knows."""
     kind = type(value)
-    module = sys.modules.get(CLASSES[name].get(kind.__name__, ""))
-    return getattr(module, kind.__name__, None) is kind
+    module = CLASSES[name].get(kind.__name__)
+    if module is None or kind.__module__.partition(".")[0] != "farandole":
+        return False
+    return getattr(importlib.import_module(module), kind.__name__) is kind
