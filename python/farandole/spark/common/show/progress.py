@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 10.0
 _HIDDEN = ("epoch", "seconds", "rows")
 _SURE_SECONDS = 1.0
-"""What a fit does in less time says little about the time that it takes."""
+"""Before that, the speed of a fit is not known."""
 _SHOWN = {"step": ("epochs", "steps", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
 """What estimators add to a report, by its kind."""
 
@@ -75,7 +75,7 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 class Remaining:
-    """How long a fit takes yet if it goes on as it went.
+    """The time that a fit still needs at its present speed.
 
     What was done before the first report does not count, since a run may continue from a checkpoint.
     """
@@ -106,11 +106,11 @@ class Remaining:
             self._begun = time.monotonic(), done
 
     def ends(self) -> None:
-        """The fit goes on no more."""
+        """The fit has ended."""
         self._begun = None
 
     def __str__(self) -> str:
-        """Such as `about 5 min left`; empty as long as nobody knows."""
+        """A text such as `about 5 min left`; empty if the time is not known."""
         if self._begun is None or not self._begun[1] < self.done < 1:
             return ""
         began, before = self._begun
