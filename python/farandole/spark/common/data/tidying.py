@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.stores.store import Store
+    from farandole.stores.store import AbstractFilesystemStore
 
 
-def tidy(store: Store, older_than: float | None, tell: Callable[[str], None]) -> None:
+def tidy(store: AbstractFilesystemStore, older_than: float | None, tell: Callable[[str], None]) -> None:
     """Deletes prepared data that is old and that no process uses; the fit goes on if it cannot.
 
     Args:
