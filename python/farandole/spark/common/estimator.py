@@ -419,6 +419,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
             asked["output_form"] = form
+        if self.getTransformationFn() is not None:
+            names = ("transformation_fn", "transformation_edit_fields", "transformation_removed_fields")
+            asked |= {name: self.getOrDefault(name) for name in names if self.getOrDefault(name) is not None}
         if prepared.statistics is not None:
             asked["statistics"] = prepared.statistics
         if prepared.encoding is None:

@@ -306,11 +306,27 @@ class ModelParams(Parameters):
     statistics: Parameter[Statistics | Mapping[str, Any]] = Parameter(
         "Statistics of the rows that the model was trained with, for `drift`.", values.statistics, default=None
     )
+    transformation_fn: Parameter[Callable[..., Any]] = Parameter(
+        "As in the estimator; predictions take it with `apply_transformation`.", check.function, default=None
+    )
+    transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
+        "As in the estimator.", values.edit_fields, default=None
+    )
+    transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
+        "As in the estimator.", check.names_if_any, default=None
+    )
+    apply_transformation: Parameter[bool] = Parameter(
+        "Whether `transformation_fn` changes features before they are predicted, too.", check.flag, default=False
+    )
     verbose: Parameter[int] = Parameter("0 shows no messages about predictions.", check.at_least(0), default=1)
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.", check.anything, default=None
     )
 
+    setTransformationFn, getTransformationFn = accessors("transformation_fn")
+    setTransformationEditFields, getTransformationEditFields = accessors("transformation_edit_fields")
+    setTransformationRemovedFields, getTransformationRemovedFields = accessors("transformation_removed_fields")
+    setApplyTransformation, getApplyTransformation = accessors("apply_transformation")
     setStatistics = accessors("statistics")[0]
     setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")
