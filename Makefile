@@ -96,7 +96,7 @@ test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
-# Slow tests of Spark: clusters, killed executors, large results. Then the tests that depend on Spark run on older versions
+# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the tests that depend on Spark run on older versions
 # of pyspark, each in its own environment, which sees the other packages of this one. Two parts run in parallel, because
 # they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
@@ -105,7 +105,7 @@ test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
-	$(BIN)/python -m pytest tests/spark/test_[$*]*.py -m slow --durations=30
+	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --durations=30
 
 spark-older-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
 spark-older-%:

@@ -95,6 +95,7 @@ class RayBackend(Backend):
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
             raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
+        self._use_gpu = use_gpu
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})
@@ -159,6 +160,21 @@ class RayBackend(Backend):
         if group is not None:
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
+
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        return {
+            "num_workers": self._num_workers,
+            "use_gpu": self._use_gpu,
+            "gpus_per_worker": self._gpus if self._use_gpu else None,
+            "cpus_per_worker": self._cpus,
+            "placement_group_timeout": self._placed_within,
+            "start_timeout": self._start_timeout,
+            "verbose": self._streams.verbose,
+            "warm": self._warm,
+            **self._bounds,
+            **self._limits,
+        }
 
     def num_processes(self) -> int:
         """Number of ranks, or of those that the job begins with."""
