@@ -127,3 +127,17 @@ def test_every_public_package_is_in_the_reference():
         for name in re.findall(r"^```\{api\} (\S+)$", page.read_text(), re.MULTILINE)
     }
     assert not packages - shown
+
+
+def test_no_page_installs_farandole_from_an_index_which_has_no_release():
+    # The messages of the troubleshooting page are read by someone who has installed the wheel: pip keeps it.
+    installed = {("docs/start/index.md", "pip install 'farandole[jax]'")}
+    lines = {
+        (str(page.relative_to(ROOT)), line)
+        for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+        for line in re.findall(r"pip install [^`#\n]*", page.read_text())
+        if page.name != "troubleshooting.md"
+    }
+    named = {(page, line) for page, line in lines if re.search(r"(?<![\w/])farandole", line)}
+    assert lines
+    assert named - installed == set()
