@@ -11,6 +11,14 @@ export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
 .PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
 
+# Packages that the wheel is built and used with. In a new environment, `make demo` installs only those
+# that it needs. All other targets install all.
+ifeq ($(MAKECMDGOALS)$(wildcard $(VENV)/.packages),demo)
+PACKAGES := $(VENV)/.few
+else
+PACKAGES := $(VENV)/.packages
+endif
+
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
@@ -224,13 +232,13 @@ $(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.jso
 	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.iife.min.js; \
 	echo '(() => {'; echo '"use strict";'; cat $(SCRIPTS); echo '})();'; } > $@
 
-wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
+wheel: $(PACKAGES) tensorflow-ops $(SHIM) $(PAGE).js
 	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
-$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM) $(PAGE).js crates/ui/page/index.html
-	$(MAKE) wheel
+$(VENV)/.wheel: $(SOURCES) $(PACKAGES) $(SHIM) $(PAGE).js crates/ui/page/index.html
+	$(MAKE) PACKAGES=$(PACKAGES) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
 
@@ -247,6 +255,13 @@ $(VENV)/.packages: pyproject.toml | tools
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra lightning --extra tensorflow-cpu --extra spark --extra examples --extra dev
 	$(BIN)/uv cache prune --quiet # pyspark is a source archive, and its build leaves 2.4 GB in the cache
+	touch $@
+
+$(VENV)/.few: pyproject.toml | tools
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra spark --extra examples "maturin>=1.9,<2"
+	$(BIN)/uv cache prune --quiet
 	touch $@
 
 tools:

@@ -37,7 +37,7 @@ pub(crate) fn command() -> Command {
             Command::new("prepare")
                 .about(
                     "Writes Parquet, CSV, JSON lines, Arrow IPC files or a Delta table to a store, in the form that \
-                     training reads fastest. What was killed goes on; what was done is found again.",
+                     training reads fastest. A preparation that was cut off continues; one that is complete is not repeated.",
                 )
                 .arg(
                     Arg::new("source")
