@@ -13,6 +13,7 @@ import ray.train
 
 import ray
 from farandole.ray import train
+from farandole.ray.regime import Roll
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -170,6 +171,27 @@ def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(reso
     survivor = max(workers.values(), key=len)
     assert {int(step) for step in survivor} == set(range(STEPS))
     assert len(survivor) - STEPS <= 1, "the steps that it did twice"
+
+
+def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
+    roll = Roll(2)
+    for task in range(3):
+        roll.joined(task, rank=task)
+    roll.placed({0, 1, 2})
+    roll.has_to_leave(0, "drained")
+    roll.has_to_leave(1, "drained, too")
+    assert roll.dismissals() == [(0, "drained")]
+    assert roll.dismissals() == []
+    roll.ended(0)
+    assert roll.blocks_reports(), "no worker has rank 0"
+    roll.joined(3, rank=0)
+    roll.placed({1, 2, 3})
+    assert not roll.blocks_reports()
+    assert roll.dismissals() == [(1, "drained, too")]
+    roll.joined(4, rank=1)
+    roll.placed({2, 3, 4})
+    roll.ended(1)
+    assert not roll.blocks_reports(), "its successor was there before it was gone"
 
 
 @pytest.mark.parametrize(
