@@ -101,6 +101,55 @@ def test_a_worker_that_fails_has_ray_start_all_again_from_the_last_checkpoint(re
     assert len(list((tmp_path / "pids").iterdir())) == 4, "two workers, twice"
 
 
+@pytest.mark.slow
+def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_path):
+    from ray.train.torch import TorchTrainer
+
+    def loop():
+        import torch
+        from ray.train.torch import prepare_data_loader, prepare_model
+
+        import farandole.torch as hvd
+        import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+        hvd.init()
+        x = torch.linspace(0, 1, 64)[:, None]
+        loader = prepare_data_loader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), 8))
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(ValueError, match="process group"):
+            prepare_model(model)
+        torch.distributed.init_process_group("farandole", init_method="farandole://")
+        parallel = prepare_model(torch.nn.Linear(1, 1, bias=False))
+        parallel(torch.full((1, 1), 1.0 + hvd.rank())).sum().backward()
+        assert parallel.module.weight.grad.item() == 1.5, "the average of both ranks"
+        torch.distributed.destroy_process_group()
+        model = prepare_model(model, parallel_strategy=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        rows = 0
+        for epoch in range(20):
+            loader.sampler.set_epoch(epoch)
+            for features, labels in loader:
+                rows += len(features)
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(features), labels).backward()
+                optimizer.step()
+        found = hvd.allgather(model.weight.detach()).flatten()
+        ray.train.report(
+            {"size": hvd.size(), "rows": rows, "weight": found[0].item(), "same": len(set(found.tolist()))}
+        )
+
+    result = TorchTrainer(
+        loop,
+        torch_config=train.FarandoleConfig(),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    assert (result.metrics["size"], result.metrics["rows"], result.metrics["same"]) == (2, 20 * 32, 1)
+    assert abs(result.metrics["weight"] - 2) < 0.5
+
+
 def elastic_loop(config):
     """Steps whose state is committed; tells who does which step in which process."""
     import time
