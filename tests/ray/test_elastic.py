@@ -163,7 +163,8 @@ def test_slots_are_counted_by_what_is_free(resources):
     with asked_by({address: 1}):
         assert discovery.find_available_hosts_and_slots() == {address: 2}, "the room of the job's own worker"
     assert discovery.of_cluster() == 2
-    assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {}
+    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots() == {address: 2}
+    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=5).find_available_hosts_and_slots() == {}
     ray.kill(busy)
 
 
