@@ -71,7 +71,7 @@ class ElasticSettings:
 
     Attributes:
         min_num_proc: Fewest ranks with which the job continues.
-        max_num_proc: Most ranks; default: as many as the cluster has slots when the job starts.
+        max_num_proc: Most ranks; default: as `max_workers` of `RayExecutor`.
         reset_limit: How often the world may change.
         elastic_timeout: Seconds for which there may be too few ranks.
         timeout_s: Accepted for compatibility with Horovod.

@@ -278,7 +278,9 @@ class RayExecutor:
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         use_current_placement_group: Whether the placement group that the caller runs in is used, if there is one.
         min_workers: Makes the job elastic: the smallest number of ranks.
-        max_workers: Largest number of ranks of an elastic job; default: no limit.
+        max_workers: Largest number of ranks of an elastic job; default: as many as the cluster has slots for when a
+            `run` begins, whether they are free or not; with `override_discovery=False`, as many as are found at any
+            time.
         reset_limit: Number of changes of the world after which an elastic job fails.
         cooldown_range: Seconds for which a node gets no new worker after a failure there: after the first one, and at
             most.
