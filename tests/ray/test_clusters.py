@@ -207,7 +207,7 @@ CLIENT = (
     + """
 import subprocess, sys, socket, ray
 from pathlib import Path
-from farandole.ray import RayExecutor, ray_logger
+from farandole.ray import ElasticRayExecutor, RayBackend, RayExecutor, ray_logger
 
 def log():
     from farandole.ray import ray_logger
@@ -247,6 +247,15 @@ try:
     seen = []
     print("elastic", made.run(log, callbacks=[seen.append]), seen, flush=True)
     made.shutdown()
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2))
+    made.start()
+    seen = []
+    print("older", made.run(log, callbacks=[seen.append]), seen, flush=True)
+    try:
+        RayBackend(2).run(train)
+    except RuntimeError as error:
+        print("refused:", error, flush=True)
+    del made
     ray.shutdown()
 finally:
     head.terminate()
@@ -275,6 +284,8 @@ def test_a_job_by_ray_client_runs_in_the_cluster_and_callbacks_run_here(tmp_path
     out = told(CLIENT, tmp_path)
     assert "[(0, 2.0), (1, 2.0)] [0, 1] [{'size': 2}]" in out
     assert "elastic [0, 1] [{'size': 2}]" in out
+    assert "older [0, 1] [{'size': 2}]" in out
+    assert "refused: RayBackend does not work with Ray Client" in out
 
 
 @pytest.mark.parametrize("way", ["train", "executor"])

@@ -14,7 +14,7 @@ from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, roo
 from farandole.ray.drains import Drains
 from farandole.ray.results import headline
 from farandole.ray.strategy import current_placement_group, reserved
-from farandole.ray.utils import needed
+from farandole.ray.utils import is_client, needed
 from farandole.runner import environment, outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
@@ -123,9 +123,12 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises `TimeoutError` where Ray does not reserve the resources in time.
+        """As `Backend.run`; an elastic job returns the results of its last world.
 
-        An elastic job returns the results of its last world.
+        Raises:
+            FarandoleJobError: As `Backend.run`.
+            TimeoutError: Ray does not reserve the resources in time.
+            RuntimeError: This process is a client of Ray Client, which the workers cannot reach.
         """
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
@@ -136,6 +139,11 @@ class RayBackend(Backend):
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
         ray = needed()
+        if is_client():
+            raise RuntimeError(
+                "RayBackend does not work with Ray Client, because workers connect to this process: run the script in "
+                "the cluster, for example by `ray job submit`"
+            )
         if not ray.is_initialized():
             ray.init()
         logs.start()
