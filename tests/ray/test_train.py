@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray.data
 import ray.train
@@ -99,6 +100,40 @@ def test_a_worker_that_fails_has_ray_start_all_again_from_the_last_checkpoint(re
     result = trainer(tmp_path, failures=1, fails=True).fit()
     assert result.metrics["first"] == 2
     assert len(list((tmp_path / "pids").iterdir())) == 4, "two workers, twice"
+
+
+@pytest.mark.slow
+def test_a_stream_loader_makes_batches_of_each_ranks_shard(resources, tmp_path):
+    def loop(config):
+        import torch
+
+        import farandole.torch as hvd
+        from farandole.data import StreamLoader
+
+        hvd.init()
+        shard = ray.train.get_dataset_shard("train")
+        loader = StreamLoader(shard, 8, ["x", "v"], shuffle_rows=16, framework="torch")
+        for _ in range(2):
+            batches = list(loader)
+            assert {tuple(batch["v"].shape) for batch in batches} == {(8, 2)}
+            assert all(sorted(batch) == ["v", "x"] for batch in batches)
+            assert all(torch.equal(batch["v"], torch.stack([batch["x"], -batch["x"]], 1)) for batch in batches)
+            rows = hvd.allgather(torch.cat([batch["x"] for batch in batches]))
+            ray.train.report({"batches": len(batches), "rows": sorted(rows.tolist()) == [*range(64)]})
+        with pytest.raises(ValueError, match="one rank's already"):
+            StreamLoader(shard, 8, rank=hvd.rank(), size=hvd.size())
+        loader.load_state_dict({**loader.state_dict(), "row": 16})
+        with pytest.raises(ValueError, match="cannot be resumed"):
+            next(iter(loader))
+
+    rows = [{"x": float(x), "v": np.array([x, -x], dtype=float), "other": "text"} for x in range(64)]
+    result = train.HorovodTrainer(
+        loop,
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+        datasets={"train": ray.data.from_items(rows, override_num_blocks=4)},
+    ).fit()
+    assert (result.metrics["batches"], result.metrics["rows"]) == (4, True)
 
 
 @pytest.mark.slow
