@@ -173,11 +173,10 @@ def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_pat
                 torch.nn.functional.mse_loss(model(features), labels).backward()
                 optimizer.step()
         found = hvd.allgather(model.weight.detach()).flatten()
-        ray.train.report(
-            {"size": hvd.size(), "rows": rows, "weight": found[0].item(), "same": len(set(found.tolist()))}
-        )
+        if hvd.rank() == 0:
+            (tmp_path / "told").write_text(f"{hvd.size()} {rows} {len(set(found.tolist()))} {found[0].item()}")
 
-    result = TorchTrainer(
+    TorchTrainer(
         loop,
         torch_config=train.FarandoleConfig(),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
