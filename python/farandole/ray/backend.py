@@ -139,11 +139,7 @@ class RayBackend(Backend):
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
         ray = needed()
-        if is_client():
-            raise RuntimeError(
-                "RayBackend does not work with Ray Client, because workers connect to this process: run the script in "
-                "the cluster, for example by `ray job submit`"
-            )
+        self.check()
         if not ray.is_initialized():
             ray.init()
         logs.start()
@@ -187,6 +183,18 @@ class RayBackend(Backend):
     def num_processes(self) -> int:
         """Number of ranks, or of those that the job begins with."""
         return self._num_workers
+
+    def check(self) -> None:
+        """As `Backend.check`.
+
+        Raises:
+            RuntimeError: This process is a client of Ray Client.
+        """
+        if is_client():
+            raise RuntimeError(
+                "RayBackend does not work with Ray Client, because workers connect to this process: run the script in "
+                "the cluster, for example by `ray job submit`"
+            )
 
 
 class SpareActors:
