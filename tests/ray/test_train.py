@@ -151,30 +151,30 @@ def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_pat
 
         hvd.init()
         x = torch.linspace(0, 1, 64)[:, None]
-        loader = prepare_data_loader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), 8))
-        model = torch.nn.Linear(1, 1)
-        with pytest.raises(ValueError, match="process group"):
-            prepare_model(model)
+        rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), 8)
+        model = prepare_model(torch.nn.Linear(1, 1), parallel_strategy=None)
+        for prepare, given in ((prepare_model, model), (prepare_data_loader, rows)):
+            with pytest.raises(ValueError, match="process group"):
+                prepare(given)
         torch.distributed.init_process_group("farandole", init_method="farandole://")
         parallel = prepare_model(torch.nn.Linear(1, 1, bias=False))
         parallel(torch.full((1, 1), 1.0 + hvd.rank())).sum().backward()
         assert parallel.module.weight.grad.item() == 1.5, "the average of both ranks"
-        torch.distributed.destroy_process_group()
-        model = prepare_model(model, parallel_strategy=None)
+        loader = prepare_data_loader(rows)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        rows = 0
+        seen = 0
         for epoch in range(20):
             loader.sampler.set_epoch(epoch)
             for features, labels in loader:
-                rows += len(features)
+                seen += len(features)
                 optimizer.zero_grad()
                 torch.nn.functional.mse_loss(model(features), labels).backward()
                 optimizer.step()
         found = hvd.allgather(model.weight.detach()).flatten()
         if hvd.rank() == 0:
-            (tmp_path / "told").write_text(f"{hvd.size()} {rows} {len(set(found.tolist()))} {found[0].item()}")
+            (tmp_path / "told").write_text(f"{hvd.size()} {seen} {len(set(found.tolist()))} {found[0].item()}")
 
     TorchTrainer(
         loop,
@@ -182,8 +182,8 @@ def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_pat
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
     ).fit()
-    size, rows, weights, weight = (tmp_path / "told").read_text().split()
-    assert (size, rows, weights) == ("2", str(20 * 32), "1")
+    size, seen, weights, weight = (tmp_path / "told").read_text().split()
+    assert (size, seen, weights) == ("2", str(20 * 32), "1")
     assert abs(float(weight) - 2) < 0.5
 
 
