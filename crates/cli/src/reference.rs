@@ -3,8 +3,6 @@
 
 //! `docs/reference/command-line.md`, written from the commands. Only a test uses it.
 
-use std::fmt::Write as _;
-
 use clap::{Arg, ArgAction, Command};
 use farandole::config::{KNOBS, PREFIX};
 
@@ -91,8 +89,7 @@ fn described(arg: &Arg) -> String {
     let possible: Vec<String> =
         arg.get_possible_values().iter().map(|value| format!("`{}`", value.get_name())).collect();
     if arg.get_action().takes_values() && !possible.is_empty() {
-        // A String takes any text, so this cannot fail.
-        drop(write!(text, ". One of {}", possible.join(", ")));
+        text = format!("{text}. One of {}", possible.join(", "));
     }
     escaped(&text)
 }
