@@ -88,6 +88,7 @@ def test_a_rank_that_joins_gets_parameters_buffers_state_and_what_is_shared() ->
     same(found)
 
 
+@pytest.mark.slow
 def test_outside_of_an_elastic_job_a_lost_rank_is_the_error_that_it_was() -> None:
     with pytest.raises(AssertionError, match="FarandoleInternalError"):
         run("-np", 2, ends=[[1, 3, "within"]], ddp=SMALL)
