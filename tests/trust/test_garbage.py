@@ -319,8 +319,8 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
 
 
 def test_a_damaged_message_of_plain_values_is_an_error():
-    value = {"a": [1, 2.5, ("x", b"yz", np.arange(6.0).reshape(2, 3), np.float32(1))], 7: None, "empty": np.ones((0, 4))}
-    sound = plain.pack(value)
+    arrays = np.arange(6.0).reshape(2, 3), np.ones((0, 4)), np.float32(1)
+    sound = plain.pack({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
     text, _, rest = sound.partition(b"\0")
     told = json.loads(text)
     taken = refused = 0
