@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from farandole.common import basics
+from farandole.numpy.plain import broadcast_plain
 from farandole.torch.distributed._groups import join_world
 from farandole.torch.distributed._store import RegistrarStore
-from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ def _store(timeout: timedelta) -> Store:
     """A store of all ranks, in which no earlier one has left anything."""
     if basics.size() == 1:
         return HashStore()
-    name = broadcast_object(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
+    name = broadcast_plain(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
     store = RegistrarStore(name, timeout)
     _stores.append(store)
     return store
