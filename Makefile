@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark spark-slow spark-older test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
 
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
@@ -97,21 +97,19 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
 # Slow tests of Spark: clusters, killed executors, large results. Then the tests that depend on Spark run on older versions
-# of pyspark, each in its own environment, which sees the other packages of this one. Both parts run in parallel, because
+# of pyspark, each in its own environment, which sees the other packages of this one. Two parts run in parallel, because
 # they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
-	@echo "test-spark: two halves side by side, for about half an hour; the output of each comes when it has ended"
-	$(MAKE) -j2 --output-sync=target spark-slow spark-older
+	@echo "test-spark: four parts, two at a time, for about half an hour; the output of each comes when it has ended"
+	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
-spark-slow:
-	$(BIN)/python -m pytest tests/spark -m slow --durations=30
+spark-slow-%:
+	$(BIN)/python -m pytest tests/spark/test_[$*]*.py -m slow --durations=30
 
-spark-older:
-	for version in 3.5 4.0; do \
-		python=$(CURDIR)/.tools/pyspark-$$version/bin/python; \
-		PYSPARK_PYTHON=$$python $$python -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20 || exit 1; \
-	done
+spark-older-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
+spark-older-%:
+	PYSPARK_PYTHON=$(python) $(python) -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20
 
 # pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last version with such a jar. The
 # environment is created again if this file or the packages of the main environment have changed.

@@ -187,31 +187,56 @@ def cut_for_long(job: Job) -> str:
 
 
 def part(job: Job) -> str:
-    """Half of the hosts hear nothing until the others have given them up."""
-    return cut(job, 12.0, 2)
+    """The network falls into two halves that both live. The half without the launcher is given up."""
+    hosts = others(job, 2)
+    for host in hosts:
+        host.part()
+    try:
+        unreachable(job, hosts[0])
+        if len(hosts) == 2:
+            assert pings(hosts[0], hosts[1]), f"{hosts[0].name} does not reach {hosts[1].name}, which is in its half"
+        time.sleep(12.0)
+    finally:
+        for host in hosts:
+            host.restore()
+    return f"{' and '.join(host.name for host in hosts)} alone for 12 s"
 
 
 def cut(job: Job, seconds: float, count: int) -> str:
     """Cuts hosts off, some time, and lets them back."""
-    kept, _ = job.survivor()
-    others: list[Host] = []
-
-    def found() -> bool:
-        others[:] = [host for host in job.hosts() if host is not kept]
-        return bool(others)
-
-    until(found, "workers on another host")
-    hosts = job.chance.sample(others, min(count, len(others)))
+    hosts = others(job, count)
     for host in hosts:
         host.cut()
     try:
-        done = job.bed["head"].run("ping", "-c", "1", "-W", "1", hosts[0].address)
-        assert done.returncode != 0, f"{hosts[0].name} still answers"
+        unreachable(job, hosts[0])
         time.sleep(seconds)
     finally:
         for host in hosts:
             host.restore()
     return f"{' and '.join(host.name for host in hosts)} cut off for {seconds:.1f} s"
+
+
+def others(job: Job, count: int) -> list[Host]:
+    """At most so many hosts with workers, drawn among all but one that has the training's state."""
+    kept, _ = job.survivor()
+    found: list[Host] = []
+
+    def exist() -> bool:
+        found[:] = [host for host in job.hosts() if host is not kept]
+        return bool(found)
+
+    until(exist, "workers on another host")
+    return job.chance.sample(found, min(count, len(found)))
+
+
+def unreachable(job: Job, host: Host) -> None:
+    """Proves that the launcher does not reach a host."""
+    assert not pings(job.bed["head"], host), f"{host.name} still answers"
+
+
+def pings(host: Host, other: Host) -> bool:
+    """Whether a packet of a host is answered by another one within a second."""
+    return host.run("ping", "-c", "1", "-W", "1", other.address).returncode == 0
 
 
 def slow(job: Job) -> str:

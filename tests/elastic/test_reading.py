@@ -95,6 +95,37 @@ while loader.epoch < EPOCHS:
 end()
 """
 )
+DDP = (
+    BEGIN
+    + """
+import torch.distributed as dist
+from farandole.torch.distributed import FaultTolerantDataParallel
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts = counts
+        self.present = torch.nn.Parameter(torch.zeros(1 << 16))
+
+    def forward(self, epoch, batch):
+        return loss(epoch, batch) + self.present[os.getpid() % (1 << 16)]
+
+network = Network()
+plain = torch.optim.SGD(network.parameters(), lr=1.0)
+dist.init_process_group("farandole")
+ddp = FaultTolerantDataParallel(network, plain)
+ddp.share(reader=loader)
+while loader.epoch < EPOCHS:
+    epoch = loader.epoch
+    for batch in loader:
+        plain.zero_grad()
+        ddp(epoch, batch).backward()
+        # DDP averages: the part of one rank tells how many took part.
+        counts.grad.div_(network.present.grad.max()).round_()
+        plain.step()
+end()
+"""
+)
 
 
 @pytest.fixture
@@ -137,7 +168,11 @@ def disturb(run: Launch, seed: int) -> int:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("script", [STATE, TOLERANT], ids=["state", "fault-tolerant"])
+@pytest.mark.parametrize(
+    "script",
+    [STATE, TOLERANT, pytest.param(DDP, marks=pytest.mark.slow)],
+    ids=["state", "fault-tolerant", "fault-tolerant-ddp"],
+)
 def test_each_row_of_each_epoch_counts_once(launch: Start, tmp_path: Path, data: Path, script: str, seed: int) -> None:
     path = tmp_path / "train.py"
     path.write_text(script)

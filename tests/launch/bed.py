@@ -428,8 +428,13 @@ class Host:
         """Lets the switch drop everything from and to this host, as a broken cable far away would: no side is told."""
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
+    def part(self) -> None:
+        """Moves this host to a second switch: it reaches only the hosts that are there, too."""
+        self.bed.on_switch("ip", "link", "set", f"port{self.number}", "master", "island")
+
     def restore(self) -> None:
-        """Ends `cut`."""
+        """Ends `cut` and `part`."""
+        self.bed.on_switch("ip", "link", "set", f"port{self.number}", "master", "switch")
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "3")
 
     def power_off(self) -> None:
@@ -468,8 +473,9 @@ class Bed:
 
     def _start(self, names: tuple[str, ...]) -> None:
         checked([*self.switch.inside("--mount"), "mount", "-t", "tmpfs", "-o", "mode=700", "bed", "/run"])
-        self.on_switch("ip", "link", "add", "switch", "type", "bridge", "mcast_snooping", "0")
-        self.on_switch("ip", "link", "set", "switch", "up")
+        for name in ("switch", "island"):
+            self.on_switch("ip", "link", "add", name, "type", "bridge", "mcast_snooping", "0")
+            self.on_switch("ip", "link", "set", name, "up")
         for name in ("key", "host_key"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", f"/run/{name}"]
             checked([*self.switch.inside("--mount"), *words])

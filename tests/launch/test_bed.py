@@ -127,3 +127,14 @@ def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
         assert "needs root" in missing()
         pytest.skip("the rest of this test needs root")
     assert missing() == "needs the Debian packages openssh-server: .ci/packages installs them"
+
+
+def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(tmp_path):
+    user = tmp_path / "id"  # not root, and no other program
+    user.write_text("#!/bin/sh\necho 1000\n")
+    user.chmod(0o755)
+    for ci, code in ((None, 0), ("true", 1)):
+        env = {"PATH": str(tmp_path)} | ({"CI": ci} if ci else {})
+        done = subprocess.run(["/bin/sh", ROOT / ".ci/packages"], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "chromium" in done.stderr

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +187,37 @@ def test_files_of_ranks_are_merged_by_a_command_of_its_own(tmp_path):
     failed = command("timeline", tmp_path / "nothing.json", "-o", tmp_path / "x")
     assert failed.returncode == 1
     assert "nothing.json: " in failed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_thousand_ranks_are_merged_in_little_memory(tmp_path):
+    """Copies of the file of one rank, in which the number of the rank differs."""
+    ranks, folder = 1000, tmp_path / "ranks"
+    folder.mkdir()
+    script = SCRIPT.replace(f"range({STEPS})", "range(340)")
+    done = command("run", "-np", 1, "--timeline-filename", tmp_path / "one.json", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    one = (tmp_path / "one.json").read_text()
+    assert one.count('"rank":0,') == 1
+    for rank in range(ranks):
+        (folder / f"{rank}.json").write_text(
+            one.replace('"rank":0,', f'"rank":{rank},').replace('"size":1,', '"size":1000,')
+        )
+    line = [sys.executable, "-m", "farandole", "timeline", folder, "-o", tmp_path / "trace.json", "--json"]
+    began = time.monotonic()
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as merging:
+        assert merging.stdout is not None
+        summary = json.loads(merging.stdout.read())
+        _, status, used = os.wait4(merging.pid, 0)
+        merging.returncode = os.waitstatus_to_exitcode(status)
+    assert merging.returncode == 0
+    took = time.monotonic() - began
+    print(f"{ranks} ranks, {len(one) >> 10} KiB each: {took:.1f} s, {used.ru_maxrss >> 10} MiB")
+    assert [row["rank"] for row in summary["ranks"]] == list(range(ranks))
+    assert used.ru_maxrss < 256 << 10, "KiB: not the files, of which there are 150 MB"
+    for path in (*folder.iterdir(), tmp_path / "trace.json"):
+        path.unlink()
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):

@@ -172,4 +172,5 @@ def test_the_viewer_is_opened_and_asked(execute):
     shown = execute("07_run_viewer.ipynb")
     assert 'target="_blank"' in shown
     assert "runs: ['first']" in shown
-    assert re.search(r"^verdict: ", shown, re.MULTILINE)
+    verdicts = "straggler|slow data|input-bound|reduction-bound|compute-bound"
+    assert re.search(rf"^verdict: ({verdicts}): ", shown, re.MULTILINE), "its ranks report after each epoch"

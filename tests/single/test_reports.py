@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from farandole.runner import hearing, reports
+from farandole.runner import hearing, reports, stalls
 from farandole.runner.show.training import Training
 
 STEP = {"kind": "step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5}
@@ -45,6 +45,20 @@ def test_every_listener_gets_a_report_of_the_right_form(listeners):
     missing = {"loss": None, "all_metrics": [{"accuracy": None}]}
     listeners.send({"kind": "epoch", "entry": {"epoch": 5, "train": missing, "seconds": None}, "epochs": None})
     assert listeners.rows[-1] == "epoch/00000005"
+
+
+def test_a_stall_report_becomes_an_event(listeners):
+    text = (
+        "One or more tensors wait for remainder of ranks for more than 60 seconds.\nMissing ranks:\n"
+        "1: [loss, gradient ...]\n12!: [loss]\nallreduce of loss has waited for 61.2s; submitted by ranks: 0\n"
+        "Rank 1 on b waits in no operation. Its Python threads:\n3: [a line of its own]"
+    )
+    found = stalls.event(text)
+    assert found == {"what": "stall: others wait for ranks 1, 12", "reason": text}
+    assert stalls.event("allreduces of tensors on GPUs go by CUDA IPC") is None
+    listeners.send(found, "event")
+    assert listeners.rows == ["event/000001"]
+    assert listeners.progress == []
 
 
 @pytest.mark.parametrize(

@@ -253,14 +253,3 @@ def pod(name: str) -> list[str]:
 def can_unshare() -> bool:
     """Whether this machine lets processes have namespaces of their own."""
     return subprocess.run([*pod("probe"), "true"], check=False, capture_output=True).returncode == 0
-
-
-def connect_modules() -> bool:
-    """Whether this environment has what a Spark Connect client needs."""
-    try:
-        import google.rpc.error_details_pb2  # noqa: F401
-        import grpc_status
-        import zstandard  # noqa: F401
-    except ImportError:
-        return False
-    return grpc_status is not None

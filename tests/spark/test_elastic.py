@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spark.deployments import KILLS, drive
+from tests.spark.deployments import KILLS, connect_server, drive
 
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
@@ -163,14 +163,23 @@ def test_the_executor_is_found_among_the_ancestors(tmp_path: Path) -> None:
     assert own_executor(1, tmp_path) is None
 
 
+DYNAMIC = {
+    "dynamicAllocation_enabled": "true", "dynamicAllocation_shuffleTracking_enabled": "true",
+    "dynamicAllocation_minExecutors": "0", "dynamicAllocation_maxExecutors": "4",
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, DYNAMIC], ids=["fixed", "dynamic allocation"])
+def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(tmp_path: Path, settings: dict[str, str]) -> None:
     code = (
         TRAIN
         + WAIT
         + KILLS
+        + f"""
+spark = session("local-cluster[4,1,1024]", executor_cores="1", **{settings!r})
+"""
         + """
-spark = session("local-cluster[4,1,1024]", executor_cores="1")
 def disturb():
     until(4)
     before = executors()
@@ -191,6 +200,37 @@ print(repr(found))
     check(found, 4)
     sizes = [size for _, size in found[0][-1]]
     assert (sizes[0], min(sizes), sizes[-1]) == (4, 2, 4)
+
+
+@pytest.mark.slow
+def test_on_connect_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:
+    code = (
+        TRAIN
+        + WAIT
+        + """
+import signal, threading
+spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
+def disturb():
+    until(2)
+    pids = [int(entry.name.removeprefix("pid-")) for entry in note.glob("pid-*")]
+    os.kill(pids[0], signal.SIGKILL)
+    until(1)
+    until(2)
+    (note / "hold").unlink()
+threading.Thread(target=disturb, daemon=True).start()
+found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=2, min_num_proc=1, stderr=sys.stderr)
+print(repr(found))
+"""
+    )
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "server").mkdir()
+    with connect_server(tmp_path / "server") as url:
+        done = drive(code, tmp_path, 200, NOTES=str(notes), SERVER=url)
+    found = eval(done.stdout.strip().splitlines()[-1])
+    check(found, 2)
+    assert [size for _, size in found[0][-1]] == [2, 1, 2]
+    assert len(list(notes.glob("pid-*"))) == 3
 
 
 @pytest.mark.slow

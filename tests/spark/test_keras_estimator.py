@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -231,6 +232,17 @@ def test_one_process_gives_the_history_of_keras_own_fit(tmp_path):
     untouched = network().get_weights()
     for left, right in zip(model.get_weights(), untouched, strict=True):
         np.testing.assert_array_equal(left, right)  # the user's own model is left alone
+
+
+@pytest.mark.slow
+@pytest.mark.backends
+def test_a_rank_reports_its_wait_for_data_only_where_keras_reads_rows_before_a_step(tmp_path):
+    store = store_of(tmp_path, rows_of(64))
+    estimator(store, backend=LocalBackend(1, verbose=0), run_id="r").fit_on_parquet()
+    (told,) = json.loads((tmp_path / "runs/r/_record.json").read_text())["ranks"]
+    assert told["step_seconds"] > 0
+    assert ("data_seconds" in told) == (keras.backend.backend() == "torch")
+    assert "reduce_seconds" not in told
 
 
 @pytest.mark.backends

@@ -233,6 +233,15 @@ def test_a_meter_says_where_the_time_of_steps_goes():
         {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 10},
         {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 40},
     ]
+    for sees_data, names in ((True, {"step_seconds", "data_seconds"}), (False, {"step_seconds"})):
+        meter = Meter(True, said.append, lambda: now[0], sees_data=sees_data)
+        meter.epoch_begins()
+        passes(0.1)
+        meter.batch_begins()
+        passes(0.3)
+        meter.batch_ends()
+        meter.tell()
+        assert said.pop().keys() == names, "what nobody measures is not 0"
     off = Meter(False, said.append, lambda: now[0])
     off.batch_begins()
     off.batch_ends(10)

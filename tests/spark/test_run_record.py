@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import farandole.spark
 from farandole.spark.common import LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
 
@@ -62,3 +63,29 @@ def test_a_failed_fit_says_why_in_its_record(tmp_path):
     told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
     assert told["state"] == "failed"
     assert "no more disk" in told["reason"]
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_a_function_on_spark_is_recorded_and_shown(spark, tmp_path, capfd, elastic):
+    def train():
+        import farandole.numpy as hvd
+        from farandole.spark.task import report
+
+        hvd.init()
+        if hvd.rank() == 0:
+            report({"kind": "epoch", "entry": {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}}})
+        return hvd.rank()
+
+    run = farandole.spark.run_elastic if elastic else farandole.spark.run
+    assert sorted(run(train, num_proc=2, ui=tmp_path, timeline=True)) == [0, 1]
+    said = capfd.readouterr().err
+    assert re.search(r"the run is at http://127\.0\.0\.1:\S+/#/run/0%2F\S*train-", said), said
+    assert "the timeline of all ranks is timeline.json of the run" in said
+    (directory,) = (tmp_path / "runs").iterdir()
+    told = json.loads((directory / "_record.json").read_text())
+    assert (told["state"], told["size"]) == ("ended", 2)
+    assert told["what"] == ("run_elastic" if elastic else "run")
+    assert [(one["rank"], one["pid"] > 0) for one in told["ranks"]] == [(0, True), (1, True)]
+    history = [json.loads(line) for line in (directory / "logs/history.jsonl").read_text().splitlines()]
+    assert [entry["train"]["loss"] for entry in history] == [0.5]
+    assert json.loads((directory / "timeline.json").read_text())["traceEvents"]

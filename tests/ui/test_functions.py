@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from typing import TYPE_CHECKING
 
 from tests.ui.conftest import write_run
@@ -169,3 +170,45 @@ def test_true_keeps_the_run_in_the_current_directory(tmp_path, monkeypatch, capf
     record = kept(tmp_path / "farandole-runs")
     assert (record["state"], record["what"], record["size"]) == ("ended", "run", 1)
     assert "the run is at http://127.0.0.1:" in capfd.readouterr().err
+
+
+def test_a_notebook_gets_a_link_and_not_a_path_on_stderr(tmp_path, monkeypatch, capfd):
+    import farandole
+    from farandole.ui import Viewer
+
+    display = types.ModuleType("IPython.display")
+    shown: list[object] = []
+    display.display = shown.append
+    kernel = types.ModuleType("IPython")
+    kernel.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
+    farandole.run(os.getcwd, num_proc=1, ui=str(tmp_path))
+    (viewer,) = shown
+    assert isinstance(viewer, Viewer)
+    link = viewer._repr_html_()
+    assert re.search(r'<a href="/user/ada/proxy/\d+/[0-9a-f]{32}/#/run/0%2Fgetcwd-', link), link
+    assert f"{tmp_path}/runs</a>" in link
+    assert "the run is at" not in capfd.readouterr().err
+
+
+def test_a_stall_is_an_event_of_the_run(tmp_path):
+    import farandole
+
+    def late():
+        import time
+
+        import numpy as np
+
+        import farandole.numpy as hvd
+
+        hvd.init()
+        hvd.barrier()
+        time.sleep(1.5 * hvd.rank())
+        hvd.allreduce(np.ones(2), name="late")
+
+    farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"})
+    events = kept(tmp_path)["events"]
+    assert {event["what"] for event in events} == {"stall: others wait for rank 1"}
+    assert "\nMissing ranks:\n1: [" in events[0]["reason"]

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,6 +60,16 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
     assert "restart" in page.locator("[data-section=Events]").inner_text()
     page.goto(f"{link}#/run/0%2Ffirst")
     page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
+
+
+def test_no_rank_is_marked_if_the_reduction_is_not_measured(page, shown, tmp_path):
+    ranks = [{"rank": rank, "host": "a", "step_seconds": 0.1 * (1 + rank), "data_seconds": 0.01} for rank in range(3)]
+    write_run(tmp_path, "keras", ranks=ranks)
+    ready(page, f"{shown()}#/run/0%2Fkeras")
+    page.wait_for_selector("text=what waits for the reduction is not measured")
+    assert page.locator("tr.slow").count() == 0
+    cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
+    assert cells[5:9] == ["100.0 ms", "", "10 %", ""], "step, computes, waits for data, reduces"
 
 
 def test_names_and_values_are_never_html(page, errors, shown, tmp_path):
@@ -269,3 +280,20 @@ def test_the_command_prints_the_link_and_ends_by_ctrl_c(tmp_path):
             urllib.request.urlopen(f"http://{link.split('/')[2]}/api/runs", timeout=10)
         command.send_signal(signal.SIGINT)
         command.wait(20)
+
+
+def test_the_command_explains_recorded_runs(tmp_path):
+    ranks = [
+        {"rank": rank, "host": "a", "step_seconds": 0.1, "data_seconds": data, "reduce_seconds": 0.01}
+        for rank, data in enumerate((0.07, 0.058))
+    ]
+    directory = write_run(tmp_path, "mine", ranks=ranks, parameters={"train_reader_num_workers": 2})
+    program = [sys.executable, "-m", "farandole", "explain"]
+    told = subprocess.run([*program, str(directory)], capture_output=True, text=True, timeout=60, check=True).stdout
+    page = (Path(__file__).parents[2] / "docs/user-guide/runs.md").read_text()
+    assert f"$ farandole explain /data/farandole/runs/mine\n{told}```" in page
+    failed = write_run(tmp_path, "failed", what="run", state="failed", reason="rank 1 on b was ended by signal SIGKILL")
+    (failed / "output/rank.1").mkdir(parents=True)
+    (failed / "output/rank.1/stderr").write_text("the last words")
+    told = subprocess.run([*program, "--json", str(failed)], capture_output=True, text=True, timeout=60, check=True)
+    assert "output/rank.1/stderr" in json.loads(told.stdout)["next"]

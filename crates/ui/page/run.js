@@ -37,9 +37,10 @@ function median(values) {
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
-/** Seconds that a rank computes in a step: what it does not wait. */
+/** Seconds that a rank computes in a step: what it does not wait. NaN if it does not measure what it waits. */
 function ownWork(rank) {
-  return typeof rank.step_seconds === "number" ? rank.step_seconds - (rank.data_seconds || 0) - (rank.reduce_seconds || 0) : NaN;
+  const times = [rank.step_seconds, rank.data_seconds, rank.reduce_seconds];
+  return times.every((time) => typeof time === "number") ? times[0] - times[1] - times[2] : NaN;
 }
 
 /** Used and all of something in bytes, such as `3.1 of 16.0 GiB`. */
@@ -66,7 +67,7 @@ function ranks(record) {
   if (!all.length) return null;
   const works = all.map(ownWork).filter(Number.isFinite);
   const usual = works.length > 1 ? median(works) : NaN;
-  const time = (seconds) => (typeof seconds === "number" ? `${(seconds * 1000).toFixed(1)} ms` : "");
+  const time = (seconds) => (Number.isFinite(seconds) ? `${(seconds * 1000).toFixed(1)} ms` : "");
   const share = (part, whole) => (typeof part === "number" && whole > 0 ? `${Math.round((part / whole) * 100)} %` : "");
   // Columns that no rank has are left out.
   const loads = LOADS.filter(([, shown]) => all.some((rank) => shown(rank.load || {})));

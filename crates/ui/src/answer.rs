@@ -109,7 +109,7 @@ impl Site {
         Ok(Reply::json(&json!({
             "summary": found.summary,
             "url": found.directory.url(),
-            "explanation": judge(&record),
+            "explanation": judge(&record, &found.files),
             "record": record,
             "fingerprint": record::fingerprint(&found.directory, &found.files),
             "files": files,

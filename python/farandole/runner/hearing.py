@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner import reports, timelines
-from farandole.runner.watcher import RANK
+from farandole.runner.watcher import EVENT, RANK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -90,7 +90,7 @@ def record(
     task, rank = who
     if kind == timelines.KIND:
         timelines.take(task, data)
-    if kind not in (RANK, PROGRESS):
+    if kind not in (RANK, EVENT, PROGRESS):
         return
     try:
         told = reports.parsed(data)
@@ -99,6 +99,10 @@ def record(
         return
     if kind == RANK:
         watcher.said(task, told)
+        return
+    if kind == EVENT:
+        what, reason = (str(told.get(name) or "") for name in ("what", "reason"))
+        watcher.event(what or "an event", reason)
         return
     watcher.record(told)
     if on_progress is not None:

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner.watcher import RANK, TOLD
+from farandole.runner import stalls
+from farandole.runner.watcher import EVENT, RANK, TOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +143,7 @@ def takes(index: int) -> None:
 
 
 def introduce() -> None:
-    """Says who this process is to a driver that shows its ranks, and from then on how busy it is; once a process."""
+    """Says who this process is to a driver that shows its ranks, then how busy it is and what stalls; once."""
     if TOLD not in os.environ or _INTRODUCED:
         return
     from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
@@ -152,6 +153,7 @@ def introduce() -> None:
 
     _INTRODUCED.append(os.getpid())
     say({"pid": os.getpid()})
+    stalls.follow(lambda event: launcher.report(EVENT, json.dumps(event).encode()))
     watch(say)
 
 

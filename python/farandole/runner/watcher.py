@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 RANK: Final = "rank"
 """Kind of the records in which a worker says what it is and where its time goes."""
 
+EVENT: Final = "event"
+"""Kind of the records in which a worker says that something has happened, such as a stall."""
+
 TOLD: Final = "FARANDOLE_SPARK_TOLD"
 """Variable of workers whose driver shows what its ranks say of themselves, by `farandole.spark.task`."""
 

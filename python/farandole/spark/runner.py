@@ -19,6 +19,7 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output, conduct, payload
 from farandole.runner.limits import elastic_limit, elastic_sizes, start_limit
 from farandole.runner.show.training import Training, telling
+from farandole.runner.show.watched import watched
 from farandole.spark.job import ahead
 from farandole.spark.job.agents import LEFT_ALONE, SparkAgents
 from farandole.spark.job.decommission import Decommissions
@@ -63,7 +64,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     resource_profile: ResourceProfile | None = None,
     store: Store | str | None = None,
     warm: bool | None = None,
-    timeline: str | os.PathLike[str] | None = None,
+    timeline: bool | str | os.PathLike[str] | None = None,
+    ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
     """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
 
@@ -97,7 +99,11 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             `spark.driver.maxResultSize` bounds, and its closure.
         warm: Whether workers start warm, from a fork server of their executor that has imported torch; by default they
             do in notebooks, inside Spark's `CrossValidator` and its like, and where `FARANDOLE_WARM_WORKERS` says `on`.
-        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto.
+        timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it in
+            the run of `ui`.
+        ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
+            a store, or its path or URL, keeps it there. Shows ranks, their load, events and what
+            `farandole.spark.task.report` says. What ranks print stays where it is without `ui`.
 
     Returns:
         The results by rank.
@@ -109,7 +115,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
-    with timelines.gathered(timeline):
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active()):
         return run_with(
             fn,
             args,
@@ -155,7 +161,8 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     executable: str | None = None,
     resource_profile: ResourceProfile | None = None,
     store: Store | str | None = None,
-    timeline: str | os.PathLike[str] | None = None,
+    timeline: bool | str | os.PathLike[str] | None = None,
+    ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
     """Runs a function on Spark tasks whose number changes while it runs, and returns its results on the last ones.
 
@@ -184,6 +191,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         resource_profile: As for `run`.
         store: As for `run`.
         timeline: As for `run`: that of the last world.
+        ui: As for `run`.
         nics: Accepted for compatibility with Horovod, with a warning.
         min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
 
@@ -196,7 +204,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     """
     if nics:
         warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
-    with timelines.gathered(timeline):
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", Shim.active()):
         return run_elastic_with(
             fn,
             args,

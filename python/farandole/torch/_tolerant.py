@@ -33,6 +33,8 @@ from farandole.torch._reducer import GradientReducer
 from farandole.torch.functions import allgather_object, broadcast_tensors, broadcast_value, described, rebuilt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from farandole.data.turns import Turns
     from farandole.torch._buckets import Options, Slot
 
@@ -106,9 +108,6 @@ class TolerantReducer(GradientReducer):
         """What brings this rank into the next world; set right after this was made."""
         self.caught_up = False
         """Whether the step was finished with another rank's result, and is not to be taken."""
-        self.changes = False
-        """Whether some rank has heard that another world should come: before the next step's reduction."""
-        self._told = torch.zeros(1, dtype=torch.int32)
         super().__init__(names, groups, options, passes=passes, as_view=False)
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
@@ -122,45 +121,24 @@ class TolerantReducer(GradientReducer):
         self._adopt(param_groups)
         self.caught_up = False
         try:
-            while not self._finished():
-                for bucket in self._buckets:
-                    assert isinstance(bucket, SafeBucket)  # noqa: S101 - `_bucket` makes no other
-                    bucket.rewind()
+            self.caught_up = self.tolerance.complete(self._reduce, self._rewind)
         finally:
             for bucket in self._buckets:
-                assert isinstance(bucket, SafeBucket)  # noqa: S101 - as above
+                assert isinstance(bucket, SafeBucket)  # noqa: S101 - `_bucket` makes no other
                 bucket.forget()
             self.reset()
 
-    def _finished(self) -> bool:
-        """Reduces everything, or enters another world; whether nothing is left to be reduced."""
-        if self.changes:
-            self.changes = False
-            self.caught_up = self.tolerance.change()
-            if self.caught_up:
-                return True
-        try:
-            self._told[0] = self.tolerance.wants_change()
-            told = allreduce_async_(self._told, op=Max, name="tolerant.change")
-            try:
-                self._reduce()
-            finally:
-                synchronize(told)
-        except FarandoleUsageError:
-            raise
-        except FarandoleInternalError:
-            self.changes = False
-            self.caught_up = self.tolerance.recover()
-            return self.caught_up
-        self.changes = bool(self._told[0])
-        return True
+    def _rewind(self) -> None:
+        for bucket in self._buckets:
+            assert isinstance(bucket, SafeBucket)  # noqa: S101 - as above
+            bucket.rewind()
 
     def _bucket(self, slots: list[Slot]) -> Bucket:
         return SafeBucket(slots, self._options)
 
     def _complete(self, bucket: Bucket) -> None:
         """As in `GradientReducer`; a broken world is the business of `finish`, not of the backward pass."""
-        if self.changes:
+        if self.tolerance.changes:
             return  # they are for the next world
         try:
             super()._complete(bucket)
@@ -174,16 +152,19 @@ class Tolerance:
     """Brings one rank from world to world, with the state of those who have most.
 
     Args:
-        optimizer: The distributed optimizer.
-        names: Every parameter and its name.
+        optimizer: Its parameters and its state are sent to new ranks.
         is_elastic: Whether another world can follow a broken one.
+        others: Other tensors that are sent to new ranks, the same ones in the same order on all ranks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], is_elastic: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, is_elastic: bool, others: Sequence[torch.Tensor] = ()) -> None:
         self.steps = 0
         """Steps that training has finished, on this rank or before it came."""
+        self.changes = False
+        """Whether some rank has heard that another world should come: before the next step's reduction."""
+        self._told = torch.zeros(1, dtype=torch.int32)
         self._optimizer = optimizer
-        self._names = names
+        self._others = list(others)
         self._is_elastic = is_elastic
         self._is_new = True
         self._is_whole = False
@@ -230,6 +211,43 @@ class Tolerance:
         self._changes.extend(engine.host_changes())
         return bool(self._changes)
 
+    def complete(self, reduce: Callable[[], None], rewind: Callable[[], None]) -> bool:
+        """Reduces the gradients of a step, in as many worlds as it takes.
+
+        Args:
+            reduce: Starts what was not started, and waits for everything.
+            rewind: Has `reduce` start from the beginning.
+
+        Returns:
+            Whether this rank has the result of another rank instead.
+
+        Raises:
+            FarandoleInternalError: When a peer failed outside of an elastic job.
+            WorkerDismissed: When this worker is not in the next world.
+        """
+        if self.changes:
+            self.changes = False
+            if self.change():
+                return True
+        while True:
+            try:
+                self._told[0] = self.wants_change()
+                told = allreduce_async_(self._told, op=Max, name="tolerant.change")
+                try:
+                    reduce()
+                finally:
+                    synchronize(told)
+            except FarandoleUsageError:
+                raise
+            except FarandoleInternalError:
+                self.changes = False
+                if self.recover():
+                    return True
+                rewind()
+            else:
+                self.changes = bool(self._told[0])
+                return False
+
     def recover(self) -> bool:
         """Leaves a broken world for the next one; whether this rank took the state of another there.
 
@@ -262,7 +280,11 @@ class Tolerance:
                 took = took or not self._is_whole
                 leave_and_join()
 
+    def _prepare(self) -> None:
+        """Forms what a world needs besides, before its ranks agree."""
+
     def _agree(self) -> bool:
+        self._prepare()
         behind = self._catch_up(self._statuses())
         if behind:
             self._count()  # what was read for the step that another rank has finished
@@ -297,11 +319,17 @@ class Tolerance:
         source = min((rank for steps, rank in whole if steps == most), default=0)
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
+        behind = self._bring(told, most, source)
+        self.steps, self._is_whole, self._is_new = most, True, False
+        return behind
+
+    def _bring(self, told: list[list[int]], most: int, source: int) -> bool:
+        """Has those that are behind get what they lack; whether this rank took the state of another."""
+        del told
         behind = not self._is_whole or self.steps < most
         if behind and basics.rank() != source:
             self._is_whole = False
         self._transfer(source, behind)
-        self.steps, self._is_whole, self._is_new = most, True, False
         return behind
 
     def _transfer(self, source: int, behind: bool) -> None:
@@ -326,7 +354,8 @@ class Tolerance:
         takes = behind and not is_source
         # A rank that is not behind takes part, and keeps its own.
         targets = [
-            parameter.detach() if takes or is_source else torch.empty_like(parameter) for parameter in parameters
+            tensor.detach() if takes or is_source else torch.empty_like(tensor)
+            for tensor in (*parameters, *self._others)
         ]
         named = [(f"tolerant.state.{index}", tensor) for index, tensor in enumerate(sent)]
         named += [(f"tolerant.parameter.{index}", tensor) for index, tensor in enumerate(targets)]

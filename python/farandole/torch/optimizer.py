@@ -341,7 +341,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     wrapped = _wrap(optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer})
     if fault_tolerant:
-        _enter(wrapped, names)
+        _enter(wrapped)
     return wrapped
 
 
@@ -352,9 +352,9 @@ def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
             raise ValueError(f"fault_tolerant=True cannot be combined with {name}")
 
 
-def _enter(optimizer: Any, names: dict[torch.Tensor, str]) -> None:
+def _enter(optimizer: Any) -> None:
     """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that have trained already."""
-    tolerance = Tolerance(optimizer, names, is_elastic())
+    tolerance = Tolerance(optimizer, is_elastic())
     optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
     reducer = optimizer._reducer  # noqa: SLF001 - as above
     if reducer is None:

@@ -17,8 +17,9 @@ from typing import Any, Final, Self
 from urllib.parse import quote
 
 from farandole._native import ui as native
+from farandole.common.notebook import in_notebook
 
-__all__ = ["PAGE", "Viewer", "proxied", "show"]
+__all__ = ["PAGE", "Viewer", "announce", "proxied", "show"]
 
 PAGE: Final = Path(__file__).parent
 """Directory with the page's script and style, which `make` builds."""
@@ -88,8 +89,10 @@ class Viewer:
         return self.url
 
     def _repr_html_(self) -> str:
-        link, stores = html.escape(self.link), html.escape(", ".join(self.stores))
-        return f'<a href="{link}" target="_blank" rel="noopener noreferrer">Runs of {stores}</a>'
+        stores = ", ".join(self.stores)
+        text = f"Runs of {stores}" if self._run is None else f"Run {self._run} of {stores}"
+        link = f'<a href="{html.escape(self.link)}" target="_blank" rel="noopener noreferrer">'
+        return f"{link}{html.escape(text)}</a>"
 
 
 def show(*stores: Any, port: int = 0, run: str | None = None) -> Viewer:
@@ -112,6 +115,23 @@ def show(*stores: Any, port: int = 0, run: str | None = None) -> Viewer:
     if key not in _OPEN:
         _OPEN[key] = Viewer(names, port)
     return _OPEN[key].at(run)
+
+
+def announce(viewer: Viewer, what: str) -> None:
+    """Tells the user where the page is: by a link in a notebook, elsewhere by a line on stderr.
+
+    Args:
+        viewer: The viewer.
+        what: The words before the address, such as `the run is at`.
+    """
+    if in_notebook():
+        # It is there where a notebook is.
+        from IPython.display import display  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+        display(viewer)
+        return
+    sys.stderr.write(f"farandole: {what} {viewer.link}\n")
+    sys.stderr.flush()
 
 
 def _runs_of(store: Any) -> str:

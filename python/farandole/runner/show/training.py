@@ -198,7 +198,8 @@ class Training(Watcher):
             reason: Why, where known.
         """
         self._events += 1
-        self._put(f"event/{self._events:06d}", {"time": _now(), "what": what, "reason": (reason or "")[:_LONGEST]})
+        body = {"time": _now(), "what": what[:_LONGEST], "reason": (reason or "")[:_LONGEST]}
+        self._put(f"event/{self._events:06d}", body)
 
     def restarted(self, reason: str) -> None:
         """The job starts again after a failure.

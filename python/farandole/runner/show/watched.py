@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A job of plain functions as a run of a store: what the run viewer shows of `farandole.run(ui=True)`."""
+"""A job of plain functions as a run of a store: what the run viewer shows of `run(ui=True)`, also on Spark."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from farandole.stores.store import Store
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
+
+    from farandole.runner.show.training import Told
 
 HERE: Final = "farandole-runs"
 """The store where nobody names one: a directory of the current one."""
@@ -59,7 +61,11 @@ def _entry(values: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched(
-    ui: bool | str | os.PathLike[str] | Store, function: Callable[..., Any] | str, size: int
+    ui: bool | str | os.PathLike[str] | Store,
+    function: Callable[..., Any] | str,
+    size: int | None,
+    what: str = "run",
+    shim: Told | None = None,
 ) -> Iterator[str | None]:
     """Opens the run viewer, and writes what it shows of the job that runs inside.
 
@@ -68,7 +74,9 @@ def watched(
     Args:
         ui: `True`, or the store that keeps the run; `False` shows nothing.
         function: What runs, or its name.
-        size: Number of processes.
+        size: Number of processes; `None` until the ranks have places.
+        what: The function that runs it.
+        shim: The Spark plugin, which is told of it, too.
 
     Yields:
         The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
@@ -76,19 +84,18 @@ def watched(
     if ui is False:
         yield None
         return
-    from farandole.ui import show  # noqa: PLC0415 - for those who look
+    from farandole.ui import announce, show  # noqa: PLC0415 - for those who look
 
     store = ui if isinstance(ui, Store) else Store.create(str(Path(HERE).absolute() if ui is True else ui))
     called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-") or "run"
     run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 1000000:06d}"
-    sys.stderr.write(f"farandole: the run is at {show(store, run=run).link}\n")
-    sys.stderr.flush()
+    announce(show(store, run=run), "the run is at")
     remote = store.to_remote(run)
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
-    journal = _Journal(remote, {"size": size})
+    journal = _Journal(remote, {} if size is None else {"size": size})
     try:
-        with telling(None, run, "run", journal=journal):
+        with telling(shim, run, what, journal=journal):
             yield None if local is None else str(Path(local) / OUTPUT)
     finally:
         try:

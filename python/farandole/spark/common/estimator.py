@@ -146,9 +146,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     def _show(self, ui: bool) -> None:
         if ui and self.getStore() is not None:
-            from farandole.ui import show
+            from farandole.ui import announce, show
 
-            sys.stderr.write(f"the runs of this store are at {show(self._store()).link}\n")
+            announce(show(self._store()), "the runs of this store are at")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):

@@ -12,7 +12,8 @@ exist. Point-to-point operations do not: use `all_to_all_single`. Every process 
 anyway; `use_local_synchronization=True` is refused. Groups end with the session, not with `destroy_process_group`.
 
 With `enable_reconfigure=True` (torch 2.15) a group has no members before `torch.distributed._reconfigure`, which
-changes them as often as it is called. See `docs/user-guide/elastic.md`.
+changes them as often as it is called. In an elastic job, `FaultTolerantDataParallel` finishes a step in which ranks are
+lost. See `docs/user-guide/elastic.md` for both.
 
 Example:
     import torch.distributed as dist
@@ -26,9 +27,10 @@ import torch.distributed as dist
 
 from farandole.torch.distributed._backend import FarandoleBackend
 from farandole.torch.distributed._create import create
+from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel
 from farandole.torch.distributed._rendezvous import register
 
-__all__ = ["FarandoleBackend"]
+__all__ = ["FarandoleBackend", "FaultTolerantDataParallel"]
 
 if not dist.is_available():
     raise ImportError("farandole.torch.distributed needs a PyTorch that was built with torch.distributed")

@@ -33,16 +33,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
 
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleUsageError
 from farandole.common.process_sets import global_process_set
 from farandole.torch.distributed._backend import FarandoleBackend
+from farandole.torch.distributed._work import Done
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from torch._C._distributed_c10d import Work
 
 _NAME: Final = "farandole"
 _NEVER: Final = -1
@@ -179,7 +181,7 @@ class ReconfigurableBackend(FarandoleBackend):
             self._members = list(range(len(members)))
             self._numbers = itertools.count()
             self._linked = True
-        return _Done()
+        return Done()
 
     def abort(self) -> None:
         """Leaves the world, which fails operations in progress; `reconfigure` forms the next one."""
@@ -325,18 +327,3 @@ def _start_timeout(seconds: float) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-class _Done(Work):
-    """Work that is over."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns at once."""
-        del timeout
-        return True
-
-    def get_future(self) -> Any:
-        """A future that is done."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([])
-        return future

@@ -18,7 +18,9 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from farandole._native import engine
 from farandole.common import basics
+from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
 from farandole.torch.distributed._groups import join_world
 from farandole.torch.distributed._store import RegistrarStore
@@ -64,6 +66,8 @@ def _is_of_this_world(url: str) -> bool:
         (asked[name][0] if name in asked else os.environ.get(name.upper()), os.environ.get(f"HOROVOD_{own}"))
         for name, own in (("rank", "RANK"), ("world_size", "SIZE"))
     ]
+    if is_elastic() and not any(one or own for one, own in told):
+        return True  # a worker of an elastic job has a rank only in a world
     return all(one is not None and one == own for one, own in told)
 
 
@@ -71,7 +75,11 @@ def _store(timeout: timedelta) -> Store:
     """A store of all ranks, in which no earlier one has left anything."""
     if basics.size() == 1:
         return HashStore()
-    name = broadcast_plain(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
+    if is_elastic():
+        # No collective: a rank that is lost meanwhile would end new ranks with an error.
+        name = f"{engine.world().generation}.{len(_stores)}"
+    else:
+        name = broadcast_plain(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
     store = RegistrarStore(name, timeout)
     _stores.append(store)
     return store

@@ -147,3 +147,18 @@ class FarandoleWork(Work):
     def get_future(self) -> Any:
         """A future of the tensors the operation writes."""
         return promise(self._pending, self._outputs, self._completer)
+
+
+class Done(Work):
+    """Work that is over."""
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Returns at once."""
+        del timeout
+        return True
+
+    def get_future(self) -> Any:
+        """A future that is done."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future

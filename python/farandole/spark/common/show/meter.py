@@ -25,6 +25,9 @@ _NOTHING = contextlib.nullcontext()
 class Meter:
     """Means over the steps of the last two seconds: all of a step, what it waits for data, and for the reduction.
 
+    A time that is not measured is left out, because 0 would mean that a step does not wait. The wait for the reduction
+    is measured where `reducing` is used.
+
     In a timeline, each step is a span `step` with the spans `data` and `compute`, and in `compute` what `phase` and
     `reducing` measure.
 
@@ -36,6 +39,7 @@ class Meter:
         on: Whether somebody wants to know; default: whether this worker's driver shows it.
         say: Gets what was measured.
         clock: In seconds.
+        sees_data: Whether `batch_begins` is called when the rows of a step are there, and not before they are read.
     """
 
     def __init__(
@@ -43,11 +47,15 @@ class Meter:
         on: bool | None = None,
         say: Callable[[dict[str, float]], object] = task.say,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        sees_data: bool = True,
     ) -> None:
         self.on = task.is_told() if on is None else on
         self.traced = False
         self._say = say
         self._clock = clock
+        self._sees_data = sees_data
+        self._sees_reduction = False
         self._told = self._last = clock()
         self._rows = 0
         self._in_step = False
@@ -70,6 +78,8 @@ class Meter:
 
     def batch_begins(self) -> None:
         """The rows of a step are there."""
+        if not self._sees_data:
+            return
         if self.on:
             self._data += self._clock() - self._last
         if self._in_step:
@@ -87,6 +97,7 @@ class Meter:
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
         """Measures a wait for the reduction of gradients."""
+        self._sees_reduction = True
         started = self._clock()
         try:
             with self.phase("reduce"):
@@ -120,7 +131,11 @@ class Meter:
     def _tell(self) -> None:
         if not self.on or not self._steps:
             return
-        mean = {"step_seconds": self._all, "data_seconds": self._data, "reduce_seconds": self._reduce}
+        mean = {"step_seconds": self._all}
+        if self._sees_data:
+            mean["data_seconds"] = self._data
+        if self._sees_reduction:
+            mean["reduce_seconds"] = self._reduce
         record = {name: value / self._steps for name, value in mean.items()}
         self._say(record | ({"rows": self._rows} if self._rows else {}))
         self._told = self._clock()
@@ -131,11 +146,13 @@ class Meter:
         if self.traced:
             self._in_step = True
             timeline.enter_phase("step")
-            timeline.enter_phase("data")
+            if self._sees_data:
+                timeline.enter_phase("data")
 
     def _close(self) -> None:
         """The step ends in the timeline, and what it was in."""
         if self._in_step:
             self._in_step = False
-            timeline.leave_phase()
+            if self._sees_data:
+                timeline.leave_phase()
             timeline.leave_phase()

@@ -6,18 +6,18 @@ import org.apache.spark.api.plugin.DriverPlugin;
 import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.SparkPlugin;
 
-/** What {@code spark.plugins} names. */
+/** What {@code spark.plugins} names. If a half cannot be made, Spark goes on without it: it takes null for none. */
 public final class FarandolePlugin implements SparkPlugin {
   /** For Spark. */
   public FarandolePlugin() {}
 
   @Override
   public DriverPlugin driverPlugin() {
-    return new DriverHalf();
+    return Guard.made("the plugin has no driver's half", null, DriverHalf::new);
   }
 
   @Override
   public ExecutorPlugin executorPlugin() {
-    return new ExecutorHalf();
+    return Guard.made("the plugin has no executor's half", null, ExecutorHalf::new);
   }
 }

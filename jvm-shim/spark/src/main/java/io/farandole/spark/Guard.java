@@ -16,15 +16,32 @@ final class Guard {
     void run() throws Throwable;
   }
 
+  /** Something that may go wrong, and that returns a value. */
+  interface Making<T> {
+    T make() throws Throwable;
+  }
+
   /** Runs an attempt; whatever it throws, the caller goes on. */
   static void attempt(String what, Attempt attempt) {
+    made(
+        what,
+        null,
+        () -> {
+          attempt.run();
+          return null;
+        });
+  }
+
+  /** Makes a value; whatever that throws, the caller gets {@code otherwise} and goes on. */
+  static <T> T made(String what, T otherwise, Making<? extends T> making) {
     try {
-      attempt.run();
+      return making.make();
     } catch (Throwable error) {
       // One line each: what fails for every event of Spark's would fill the log.
       if (TOLD.add(what + error.getClass().getName())) {
         warn(what + ": " + error);
       }
+      return otherwise;
     }
   }
 

@@ -22,7 +22,8 @@ public final class HistoryPlugin implements AppHistoryServerPlugin {
   @SuppressWarnings("unchecked")
   public Seq<SparkListener> createListeners(SparkConf conf, ElementTrackingStore store) {
     List<SparkListener> none = (List<SparkListener>) (List<?>) Nil$.MODULE$;
-    return none.$colon$colon(new TrainingListener(new Rows(store)));
+    return Guard.made(
+        "an application has no Training tab", none, () -> none.$colon$colon(new TrainingListener(new Rows(store))));
   }
 
   @Override

@@ -22,21 +22,27 @@ public final class TrainingListener extends SparkListener {
   public void onOtherEvent(SparkListenerEvent event) {
     if (event instanceof TrainingEvent) {
       TrainingEvent told = (TrainingEvent) event;
-      put(told.run, told.key, told.body);
+      keep(() -> rows.put(told.run, told.key, told.body));
     }
   }
 
   @Override
   public void onExecutorAdded(SparkListenerExecutorAdded event) {
-    String body =
-        Json.object("state", "added", "host", event.executorInfo().executorHost(), "time", "" + event.time());
-    put("", "executor/" + event.executorId(), body);
+    keep(
+        () -> {
+          String host = event.executorInfo().executorHost();
+          String body = Json.object("state", "added", "host", host, "time", "" + event.time());
+          rows.put("", "executor/" + event.executorId(), body);
+        });
   }
 
   @Override
   public void onExecutorRemoved(SparkListenerExecutorRemoved event) {
-    String body = Json.object("state", "removed", "reason", event.reason(), "time", "" + event.time());
-    put("", "removed/" + event.executorId(), body);
+    keep(
+        () -> {
+          String body = Json.object("state", "removed", "reason", event.reason(), "time", "" + event.time());
+          rows.put("", "removed/" + event.executorId(), body);
+        });
   }
 
   @Override
@@ -48,17 +54,18 @@ public final class TrainingListener extends SparkListener {
           if (tag != null) {
             String attempt = "" + event.stageInfo().attemptNumber();
             String stage = "" + event.stageInfo().stageId();
-            put("", "stage/" + stage + "." + attempt, Json.object("tag", tag, "stage", stage, "attempt", attempt));
+            String body = Json.object("tag", tag, "stage", stage, "attempt", attempt);
+            rows.put("", "stage/" + stage + "." + attempt, body);
           }
         });
   }
 
   @Override
   public void onStageCompleted(SparkListenerStageCompleted event) {
-    gangs.completed(event);
+    Guard.attempt("a stage's end was not seen", () -> gangs.completed(event));
   }
 
-  private void put(String run, String key, String body) {
-    Guard.attempt("an event was not kept for the Training tab", () -> rows.put(run, key, body));
+  private static void keep(Guard.Attempt attempt) {
+    Guard.attempt("an event was not kept for the Training tab", attempt);
   }
 }

@@ -241,8 +241,9 @@ function showRun() {
 function showRanks(ranks) {
   const heads = [["Rank", "number"], ["Host"], ["Process", "number"], ["Executor"], ["GPU"], ["Step", "number"],
     ["Waits for data", "number"], ["Reduces", "number"], ["Rows", "number"]];
-  // Ranks wait for each other in the reduction: who is slow shows in what is left of a step without it.
-  const own = (one) => one.step_seconds - (one.reduce_seconds || 0);
+  // Ranks wait for each other in the reduction: who is slow shows in what is left of a step without it. If a rank does
+  // not measure the reduction, `own` is NaN, and no rank is marked.
+  const own = (one) => (typeof one.reduce_seconds === "number" ? one.step_seconds - one.reduce_seconds : NaN);
   const known = ranks.map(own).filter(Number.isFinite).sort((a, b) => a - b);
   const middle = known.length ? known[Math.floor((known.length - 1) / 2)] : NaN;
   table("ranks", heads, ranks.map((one) => ({

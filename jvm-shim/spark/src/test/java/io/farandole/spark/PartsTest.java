@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 package io.farandole.spark;
 
+import static org.junit.jupiter.api.Assertions.assertDoesNotThrow;
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
@@ -76,6 +77,27 @@ class PartsTest {
     Path gpu = Files.createDirectories(driver.resolve("0000:3b:00.0"));
     Files.writeString(gpu.resolve("information"), "Model: \t\t NVIDIA H200\nIRQ:   \t\t 86\n");
     assertEquals(List.of("NVIDIA H200"), ExecutorHalf.gpus(driver));
+  }
+
+  /** Events that cannot be read stand for an interface that a vendor has changed. */
+  @Test
+  void anEventThatCannotBeReadFailsNoListener() {
+    TrainingListener listener = new TrainingListener(new Rows(new InMemoryStore()));
+    assertDoesNotThrow(() -> listener.onOtherEvent(null));
+    assertDoesNotThrow(() -> listener.onExecutorAdded(null));
+    assertDoesNotThrow(() -> listener.onExecutorRemoved(null));
+    assertDoesNotThrow(() -> listener.onStageSubmitted(null));
+    assertDoesNotThrow(() -> listener.onStageCompleted(null));
+  }
+
+  @Test
+  void whatCannotBeMadeIsReplaced() {
+    assertEquals("made", Guard.made("a test", "otherwise", () -> "made"));
+    Guard.Making<String> fails =
+        () -> {
+          throw new NoClassDefFoundError("of a vendor");
+        };
+    assertEquals("otherwise", Guard.made("a test", "otherwise", fails));
   }
 
   private static void process(Path proc, String number, String parent, String command) throws IOException {

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! What limits the speed of a run, from the times that its ranks have measured.
+
+use farandole_store::Store;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::record;
+use crate::source::{Files, RECORD, Source};
+
+/// A rank is a straggler, or its data is slow, if it takes this many times the median.
+const SLOW: f64 = 1.3;
+/// A share of the step that limits the run.
+const LARGE: f64 = 0.25;
+/// Share of a step below which no rank's data is slow.
+const SMALL: f64 = 0.1;
+/// What to do if the measured times do not tell which rank is slow.
+const TRACE: &str =
+    "fit(timeline=True) records what each rank does and when, and names a rank for which the others wait";
+
+/// Three lines about a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Explanation {
+    /// What limits the run, with the number that says so.
+    pub verdict: String,
+    /// The numbers that the verdict is based on.
+    pub why: String,
+    /// What to try next.
+    pub next: String,
+}
+
+/// Mean seconds of one rank's steps.
+#[derive(Clone, Debug, PartialEq)]
+struct Times {
+    rank: u64,
+    host: String,
+    step: f64,
+    /// What a step waits for data; `None` if the rank does not measure it.
+    data: Option<f64>,
+    /// What a step waits for the reduction; `None` if the rank does not measure it.
+    reduce: Option<f64>,
+}
+
+impl Times {
+    fn of(rank: &Value) -> Option<Self> {
+        let number = |name: &str| rank.get(name).and_then(Value::as_f64);
+        Some(Self {
+            rank: rank.get("rank")?.as_u64()?,
+            host: rank.get("host").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            step: number("step_seconds").filter(|seconds| *seconds > 0.0)?,
+            data: number("data_seconds"),
+            reduce: number("reduce_seconds"),
+        })
+    }
+
+    /// Seconds in which the rank does not wait; `None` if it does not measure what it waits.
+    fn own(&self) -> Option<f64> {
+        Some(self.step - self.data? - self.reduce?)
+    }
+}
+
+/// Explains the run in the directory `url`, such as `/data/store/runs/mine`.
+///
+/// # Errors
+/// [`Error::Missing`] if there is no record of a run; a store that cannot be read.
+pub fn explain(url: &str) -> Result<Explanation> {
+    let directory = Store::open(url)?;
+    let files = Source::list(&directory)?.remove("").filter(|files| files.contains_key(RECORD));
+    let files = files.ok_or_else(|| Error::Missing { what: directory.name_of(RECORD) })?;
+    Ok(judge(&record::read(&directory, &files), &files))
+}
+
+/// Explains the run of a record, in whose directory these files are.
+pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
+    if record.get("state").and_then(Value::as_str) == Some("failed") {
+        return failed(record, files);
+    }
+    let ranks: Vec<Times> =
+        record.get("ranks").and_then(Value::as_array).into_iter().flatten().filter_map(Times::of).collect();
+    if ranks.is_empty() {
+        return unknown(record);
+    }
+    straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
+}
+
+/// Whether the run is one of a function or a script, not of an estimator: nobody measures its steps.
+fn is_plain(record: &Map<String, Value>) -> bool {
+    matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
+}
+
+fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
+    let reason = record.get("reason").and_then(Value::as_str).unwrap_or("no reason is recorded");
+    let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
+    let events = record.get("events").and_then(Value::as_array);
+    let last = events.and_then(|events| events.last()).and_then(|event| event.get("what")?.as_str());
+    Explanation {
+        verdict: format!("failed: {}", first(reason)),
+        why: last.map_or_else(
+            || "no event was recorded before the failure".to_owned(),
+            |what| format!("the last event was: {}", first(what)),
+        ),
+        next: if is_plain(record) {
+            output(reason, files)
+        } else {
+            "fit with the same run_id goes on from the last checkpoint; on_failure=\"restart\" does so by itself"
+                .to_owned()
+        },
+    }
+}
+
+/// Where to read what the rank of a failure has printed.
+fn output(reason: &str, files: &Files) -> String {
+    // Reasons begin with the rank: `rank 1 on a failed: ..`.
+    let rank = reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+    let of_rank = rank.map(|rank| format!("output/rank.{rank}/"));
+    let kept = |folder: &str| files.keys().any(|file| file.starts_with(folder));
+    match of_rank {
+        Some(folder) if kept(&folder) => {
+            format!("read what the rank has printed: {folder}stderr and {folder}stdout in the directory of the run")
+        }
+        _ if kept("output/") => {
+            "read what the ranks have printed: output/rank.N/stderr and stdout in the directory of the run".to_owned()
+        }
+        _ => "read what the ranks have printed: it is not in the directory of the run, but in the output of the job"
+            .to_owned(),
+    }
+}
+
+fn unknown(record: &Map<String, Value>) -> Explanation {
+    if is_plain(record) {
+        return Explanation {
+            verdict: "unknown: only fits of estimators measure the time of their steps".to_owned(),
+            why: "this is a run of a function or a script".to_owned(),
+            next: "run it with timeline=FILE, or farandole run --timeline FILE: the summary names a rank for which the \
+                   others wait"
+                .to_owned(),
+        };
+    }
+    Explanation {
+        verdict: "unknown: the run has no times of its ranks".to_owned(),
+        why: "ranks report the time of their steps every two seconds, and none has".to_owned(),
+        next: "explain a run that trains for longer, or one that was recorded by this version".to_owned(),
+    }
+}
+
+/// A rank whose own work takes far longer than the median.
+fn straggler(ranks: &[Times]) -> Option<Explanation> {
+    let (slow, own, usual) = slowest(ranks, Times::own)?;
+    let times = own / usual;
+    (usual > 0.0 && times > SLOW).then(|| Explanation {
+        verdict: format!(
+            "straggler: rank {} on {} computes {times:.1} times as long as the median",
+            slow.rank, slow.host
+        ),
+        why: format!(
+            "its own work takes {:.1} ms of a step, the median is {:.1} ms; the others wait for it in the reduction",
+            own * 1e3,
+            usual * 1e3
+        ),
+        next: format!("look for other load, a slower processor or a throttled GPU on {}", slow.host),
+    })
+}
+
+/// A rank that waits for its data far longer than the median, so that the others wait for it.
+fn slow_data(ranks: &[Times]) -> Option<Explanation> {
+    let (slow, data, usual) = slowest(ranks, |rank| rank.data)?;
+    (data - usual > SMALL * slow.step && data > SLOW * usual).then(|| Explanation {
+        verdict: format!(
+            "slow data: rank {} on {} waits {:.1} ms of a step for data, the median is {:.1} ms",
+            slow.rank,
+            slow.host,
+            data * 1e3,
+            usual * 1e3
+        ),
+        why: format!(
+            "a step takes {:.1} ms there, {} of it waits for data; the others wait for that rank in the reduction",
+            slow.step * 1e3,
+            percent(data / slow.step)
+        ),
+        next: format!(
+            "look for a slow disk, a slow link to the store or other load on {}, and for larger rows in the data of that \
+             rank",
+            slow.host
+        ),
+    })
+}
+
+/// The rank with the largest value, that value and the median; `None` if there is one rank, or one without a value.
+fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Times, f64, f64)> {
+    let mut values = ranks.iter().map(of).collect::<Option<Vec<f64>>>().filter(|values| values.len() > 1)?;
+    let (at, most) = values.iter().copied().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let median =
+        if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 };
+    Some((ranks.get(at)?, most, median))
+}
+
+/// What takes most of a step on average.
+fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
+    let step = mean(ranks, |rank| Some(rank.step)).unwrap_or_default();
+    let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
+    let share = |of: fn(&Times) -> Option<f64>| mean(ranks, of).map(|seconds| seconds / step);
+    let parameter = |name: &str| record.get("parameters").and_then(|all| all.get(name)).map(Value::to_string);
+    let now = |name: &str| parameter(name).map_or_else(String::new, |value| format!(" (now {value})"));
+    let reduce = share(|rank| rank.reduce);
+    let Some(data) = share(|rank| rank.data) else {
+        return Explanation {
+            verdict: "unknown: this run does not measure what a step waits for".to_owned(),
+            why: takes,
+            next: TRACE.to_owned(),
+        };
+    };
+    let why = reduce.map_or_else(
+        || format!("{takes}: {} waits for data; what waits for the reduction is not measured", percent(data)),
+        |reduce| {
+            let computes = percent(1.0 - data - reduce);
+            let (data, reduce) = (percent(data), percent(reduce));
+            format!("{takes}: {data} waits for data, {reduce} waits for the reduction, {computes} computes")
+        },
+    );
+    let (verdict, next) = match reduce {
+        _ if data >= LARGE => (
+            format!("input-bound: {} of a step waits for data", percent(data)),
+            format!(
+                "try a larger train_reader_num_workers{}, inmemory_cache_all=True if the rows fit into memory, or a \
+                 cheaper transformation_fn",
+                now("train_reader_num_workers")
+            ),
+        ),
+        None => (
+            format!("not input-bound: {} of a step does not wait for data", percent(1.0 - data)),
+            TRACE.to_owned(),
+        ),
+        Some(reduce) if reduce >= LARGE => (
+            format!("reduction-bound: {} of a step waits for the reduction of gradients", percent(reduce)),
+            format!(
+                "try a larger batch_size{}, gradient_compression or backward_passes_per_step{}; farandole bench \
+                 allreduce measures the links",
+                now("batch_size"),
+                now("backward_passes_per_step")
+            ),
+        ),
+        Some(reduce) => (
+            format!("compute-bound: {} of a step computes", percent(1.0 - data - reduce)),
+            format!(
+                "more ranks or faster processors shorten an epoch; try precision=\"bf16\" or a larger batch_size{}",
+                now("batch_size")
+            ),
+        ),
+    };
+    Explanation { verdict, why, next }
+}
+
+/// The mean over all ranks; `None` if one has no value.
+fn mean(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<f64> {
+    let count = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
+    Some(ranks.iter().map(of).sum::<Option<f64>>()? / f64::from(count))
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", share * 100.0)
+}
+
+#[cfg(test)]
+mod tests;

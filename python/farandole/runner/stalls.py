@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Stall reports of a worker as events of its run, for the run viewer and Spark's Training tab."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOGGER: Final = "farandole.session.stalls"
+"""The logger that gets stall reports, and a few other notes of the session."""
+
+_LONGEST: Final = 2000
+_MISSING: Final = re.compile(r"\n(\d+)!?: \[.*")
+"""A line with the tensors that a rank has not submitted."""
+_REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING.pattern})+)")
+
+
+def follow(say: Callable[[dict[str, Any]], object]) -> None:
+    """Sends each stall report that this process logs as an event.
+
+    It is a filter of the logger, because with a handler, reports would no longer go to stderr by themselves.
+
+    Args:
+        say: Gets an event.
+    """
+
+    def heard(record: logging.LogRecord) -> bool:
+        told = event(record.getMessage())
+        if told is not None:
+            with contextlib.suppress(Exception):  # such as a driver that is gone; the report is logged anyway
+                say(told)
+        return True
+
+    logging.getLogger(LOGGER).addFilter(heard)
+
+
+def event(text: str) -> dict[str, str] | None:
+    """The event of a stall report; `None` if the text is no such report.
+
+    Args:
+        text: As it is logged.
+    """
+    found = _REPORT.search(text)
+    if found is None:
+        return None
+    ranks = _MISSING.findall(found[1])
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return {"what": f"stall: others wait for {noun} {', '.join(ranks)}", "reason": text[:_LONGEST]}
