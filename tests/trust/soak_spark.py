@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pyspark import accumulators
 from pyspark.sql import SparkSession
+from tests.trust.soak import resident, servers
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import SparkBackend
@@ -83,6 +84,9 @@ def held(session):
     while tasks_of(context) and time.monotonic() < end:
         time.sleep(0.05)
     gc.collect()
+    # Spark deletes files of a shuffle after Java has collected what refers to it.
+    context._jvm.java.lang.System.gc()
+    time.sleep(2.0)
     bus = context._jsc.sc().listenerBus()
     java = Path(f"/proc/{context._jvm.java.lang.ProcessHandle.current().pid()}")
     return {
@@ -92,6 +96,9 @@ def held(session):
         "accumulators": len(accumulators._accumulatorRegistry),
         "listeners": bus.listeners().size(),
         "persisted": context._jsc.getPersistentRDDs().size(),
+        "processes": servers(),
+        "temporary files": sum(len(names) for _, _, names in os.walk(os.environ["TMPDIR"])),
+        "memory": resident(),
         "descriptors of Java": len(os.listdir(java / "fd")),
         "threads of Java": len(os.listdir(java / "task")),
     }
