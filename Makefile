@@ -11,6 +11,14 @@ export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
 .PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
 
+# Packages that the wheel is built and used with. In a new environment, `make demo` installs only those
+# that it needs. All other targets install all.
+ifeq ($(MAKECMDGOALS)$(wildcard $(VENV)/.packages),demo)
+PACKAGES := $(VENV)/.few
+else
+PACKAGES := $(VENV)/.packages
+endif
+
 demo: install
 	$(BIN)/python examples/spark_torch_digits.py
 
@@ -96,7 +104,7 @@ test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
-# Slow tests of Spark: clusters, killed executors, large results. Then the tests that depend on Spark run on older versions
+# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the tests that depend on Spark run on older versions
 # of pyspark, each in its own environment, which sees the other packages of this one. Two parts run in parallel, because
 # they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
@@ -105,7 +113,7 @@ test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
-	$(BIN)/python -m pytest tests/spark/test_[$*]*.py -m slow --durations=30
+	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --durations=30
 
 spark-older-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
 spark-older-%:
@@ -224,13 +232,13 @@ $(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.jso
 	{ echo '/*'; cat $(UPLOT)/LICENSE; echo; echo '*/'; cat $(UPLOT)/dist/uPlot.iife.min.js; \
 	echo '(() => {'; echo '"use strict";'; cat $(SCRIPTS); echo '})();'; } > $@
 
-wheel: $(VENV)/.packages tensorflow-ops $(SHIM) $(PAGE).js
+wheel: $(PACKAGES) tensorflow-ops $(SHIM) $(PAGE).js
 	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
 
-$(VENV)/.wheel: $(SOURCES) $(VENV)/.packages $(SHIM) $(PAGE).js crates/ui/page/index.html
-	$(MAKE) wheel
+$(VENV)/.wheel: $(SOURCES) $(PACKAGES) $(SHIM) $(PAGE).js crates/ui/page/index.html
+	$(MAKE) PACKAGES=$(PACKAGES) wheel
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall dist/*.whl
 	touch $@
 
@@ -247,6 +255,13 @@ $(VENV)/.packages: pyproject.toml | tools
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra lightning --extra tensorflow-cpu --extra spark --extra examples --extra dev
 	$(BIN)/uv cache prune --quiet # pyspark is a source archive, and its build leaves 2.4 GB in the cache
+	touch $@
+
+$(VENV)/.few: pyproject.toml | tools
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra torch --extra spark --extra examples "maturin>=1.9,<2"
+	$(BIN)/uv cache prune --quiet
 	touch $@
 
 tools:

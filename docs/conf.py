@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Settings of the documentation site, which `make docs` builds."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from sphinx.highlighting import lexers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+_PACKAGE = Path(__file__).parents[1] / "python" / "farandole" / "__init__.py"
+
 project = "Farandole"
+(release,) = re.findall(r'^__version__ = "(.+)"', _PACKAGE.read_text(), re.MULTILINE)
+version = release
 copyright = "the Farandole authors"  # noqa: A001 - Sphinx's name
 extensions = ["myst_parser", "api_reference"]
 lexers["ssh-config"] = TextLexer()  # Pygments has none for it
 source_suffix = {".md": "markdown"}
 html_theme = "pydata_sphinx_theme"
-html_title = "Farandole"
+html_title = f"Farandole {release}"
 html_show_sourcelink = False
 html_theme_options = {"navbar_align": "left", "navigation_with_keys": False, "show_prev_next": True}
 myst_enable_extensions = ["deflist"]

@@ -25,6 +25,8 @@ import licenses
 TARGET = "x86_64-unknown-linux-gnu"
 GLIBC = "2.17"
 POLICY = "manylinux_2_17_x86_64"
+TUNE = "-mtune=x86_64"
+"""Code for every processor of the target. zig takes `-mtune` for `-mcpu`, so `native` would use AVX everywhere."""
 LIMIT = 15_000_000
 """Most bytes of the wheel."""
 ROOT = backend.ROOT
@@ -35,16 +37,25 @@ BIN = Path(sys.executable).parent
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Variables under which compilers put no path and no time of this machine into a file."""
+    """Variables under which compilers put nothing of this machine into a file: no path, no time, no kind of processor.
+
+    The crate aegis compiles C with `-mtune=native`, and with clang instead of zig if there is a clang. `CFLAGS` come
+    after the flags of a crate and replace them. A program that fails, first in `PATH`, hides clang from the crate.
+    """
     registry = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
     places = {str(tree): ".", registry: "cargo"}
+    hidden = WORK / "hidden"
+    hidden.mkdir(exist_ok=True)
+    (hidden / "clang").write_text("#!/bin/sh\nexit 1\n")
+    (hidden / "clang").chmod(0o755)
     return {
         **os.environ,
+        "PATH": f"{hidden}:{os.environ['PATH']}",
         "PYO3_PYTHON": sys.executable,
         "CARGO_TARGET_DIR": str(TARGETS),
         "SOURCE_DATE_EPOCH": str(backend.epoch()),
         "RUSTFLAGS": " ".join(f"--remap-path-prefix={place}={name}" for place, name in places.items()),
-        "CFLAGS": " ".join(f"-ffile-prefix-map={place}={name}" for place, name in places.items()),
+        "CFLAGS": " ".join([f"-ffile-prefix-map={place}={name}" for place, name in places.items()] + [TUNE]),
     }
 
 

@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Installs a built wheel into empty environments and uses it there.
 
-Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is one of `bare`, `numpy`, `horovod`, `torch-oldest`,
-`torch-newest`, `spark-oldest` and `spark-newest`. Without a name all of them run. `bare`, `numpy` and `horovod` run on
-the oldest and on the newest Python of this machine that the package supports. The others run on the oldest.
+Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is one of `bare`, `numpy`, `horovod`, `source`,
+`torch-oldest`, `torch-newest`, `spark-oldest` and `spark-newest`. Without a name all of them run. `bare`, `numpy` and
+`horovod` run on the oldest and on the newest Python of this machine that the package supports. The others run on the
+oldest. `source` builds a wheel from the source distribution, as pip does where no wheel fits, and does the same as
+`bare` with it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ VERSIONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
 IMPORT_LIMIT = 0.010
 """Most seconds of processor time that `import farandole` may take."""
 
+ROOT = Path(__file__).resolve().parents[1]
+MADE = ("libfarandole_tensorflow.so", "farandole-spark.jar", "viewer.js")
+"""Files that every wheel contains."""
+RELEASED = (*MADE, "LICENSE-THIRD-PARTY.txt", "cdx.json")
+"""Files that a released wheel contains."""
+
 BARE = f"""
 import time
 before = time.process_time()
@@ -33,8 +41,7 @@ from farandole import _native
 assert _native.__version__ == farandole.__version__
 import importlib.metadata
 files = [str(file) for file in importlib.metadata.files("farandole")]
-named = "libfarandole_tensorflow.so", "farandole-spark.jar", "viewer.js", "LICENSE-THIRD-PARTY.txt", "cdx.json"
-for name in named:
+for name in NAMED:
     assert any(file.endswith(name) for file in files), f"no {{name}} in the wheel"
 print(f"import {{took * 1e3:.1f}} ms")
 """
@@ -72,22 +79,25 @@ class Trial:
         script: The program.
         ranks: How many processes `farandole run` starts; 0 for `python` itself.
         extra: Other wheels of the directory, by prefix.
+        source: Whether the wheel is built from the source distribution.
     """
 
     packages: tuple[str, ...]
     script: str
     ranks: int = 0
     extra: tuple[str, ...] = ()
+    source: bool = False
 
 
 TRIALS = {
-    "bare": Trial((), BARE),
+    "bare": Trial((), f"NAMED = {RELEASED}\n{BARE}"),
     "numpy": Trial(
         ("numpy>=1.26",), REDUCE.format(module="farandole.numpy", tensor="np.full(3, float(hvd.rank()))"), 2
     ),
     "horovod": Trial(
         ("numpy>=1.26",), "import horovod, horovod.runner\nprint('import horovod')", extra=("farandole_horovod-",)
     ),
+    "source": Trial((), f"NAMED = {MADE}\n{BARE}", source=True),
     "torch-oldest": Trial(
         ("torch==2.6.*", "numpy>=1.26"),
         "import torch\n" + REDUCE.format(module="farandole.torch", tensor="torch.full((3,), float(hvd.rank()))"),
@@ -101,7 +111,7 @@ TRIALS = {
     "spark-oldest": Trial(("pyspark==3.5.*", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
     "spark-newest": Trial(("pyspark", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
 }
-ON_ONE_PYTHON = {"torch-oldest", "torch-newest", "spark-oldest", "spark-newest"}
+ON_ONE_PYTHON = {"source", "torch-oldest", "torch-newest", "spark-oldest", "spark-newest"}
 
 
 def pythons() -> dict[str, str]:
@@ -127,10 +137,23 @@ def tool(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def built(directory: Path, python: str, out: Path) -> Path:
+    """Builds a wheel from the source distribution with its own backend, in an environment that uv makes for it."""
+    (source,) = directory.glob("farandole-*.tar.gz")
+    env = {"CARGO_TARGET_DIR": str(ROOT / "target"), **os.environ}  # `make wheel` has compiled the same dependencies
+    command = [tool("uv"), "build", "--quiet", "--wheel", "--python", python, "--out-dir", str(out), str(source)]
+    subprocess.run(command, env=env, check=True)
+    (wheel,) = out.glob("farandole-*.whl")
+    return wheel
+
+
 def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) -> str:
     """Makes the environment, installs, runs the script; what the script has printed last."""
     environment = place / "venv"
-    (wheel,) = directory.glob("farandole-*.whl")
+    if trial.source:
+        wheel = built(directory, python, place)
+    else:
+        (wheel,) = directory.glob("farandole-*.whl")
     extra = [str(file) for prefix in trial.extra for file in directory.glob(f"{prefix}*.whl")]
     uv = tool("uv")
     subprocess.run([uv, "venv", "--quiet", "--no-project", "--python", python, str(environment)], check=True)

@@ -52,12 +52,12 @@ def test_doctor_finds_a_framework_whatever_its_distribution_is_called(tmp_path: 
 def test_doctor_says_how_it_would_launch_here_and_who_started_it(tmp_path: Path) -> None:
     plain = command("doctor").stdout
     section = plain.partition("Launching here\n")[2].partition("\n\n")[0]
-    assert "starter         none" in section, plain
+    assert "launcher        none" in section, plain
     assert "ssh" in section, plain
     assert "this process" in section, plain
     (tmp_path / "nodes").write_text("one\none\ntwo\n")
     inside = command("doctor", PBS_JOBID="7", PBS_NODEFILE=str(tmp_path / "nodes"), OMPI_COMM_WORLD_RANK="3").stdout
-    assert "starter         PBS: 2 hosts with 3 slots\n" in inside
+    assert "launcher        PBS: 2 hosts with 3 slots\n" in inside
     assert "hosts           one:2,two:1\n" in inside
     assert "reached by      ssh\n" in inside
     assert "mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)" in inside

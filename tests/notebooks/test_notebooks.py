@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tests.pages import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,18 @@ def text(output: Any) -> str:
     if output.output_type == "stream":
         return output.text
     return output.data.get("text/html", "") + output.data.get("text/plain", "")
+
+
+@pytest.mark.slow
+def test_the_cell_of_the_start_page_trains_with_two_processes(execute, tmp_path):
+    """That of docs/start/index.md."""
+    cell = [block for block in blocks_of("docs/start/index.md") if block.kind == "python"][3].text
+    page = tmp_path / "start.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), page)
+    shown = execute(str(page))
+    for rank in range(2):
+        assert number(rf"rank {rank}: loss (\d+\.\d+)", shown) < 0.1
+    assert "All keys matched" in shown
 
 
 def number(pattern: str, shown: str) -> float:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""One real Ray for the directory, with four CPUs, whatever the machine has."""
+"""One real Ray for the directory, with four CPUs and four GPUs, whatever the machine has."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 import ray
 
-CPUS = 4
+CPUS = GPUS = 4
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves where other tests run beside these
 
 
@@ -26,7 +26,16 @@ def own_handlers():
 @pytest.fixture(scope="package")
 def cluster():
     """Ray on this host. Its dashboard is another service, which nothing here asks."""
-    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray refuses more GPUs than it lists
+        ray.init(
+            address="local",
+            num_cpus=CPUS,
+            num_gpus=GPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield ray
     ray.shutdown()
 
@@ -36,7 +45,7 @@ def resources(cluster):
     """Sees that a test gives back what it took of Ray."""
     yield cluster
     deadline = time.monotonic() + 20
-    while cluster.available_resources().get("CPU", 0) < CPUS:
+    while any(cluster.available_resources().get(name, 0) < all_ for name, all_ in (("CPU", CPUS), ("GPU", GPUS))):
         assert time.monotonic() < deadline, cluster.available_resources()
         time.sleep(0.1)
 

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Estimators that train on Ray."""
 
+import json
 import os
 import sys
 import time
@@ -16,9 +17,10 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
-from farandole.data.sources import is_frame
+from farandole.data.frames import is_frame
 from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
+from farandole.spark.common.saving import places
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
 
@@ -37,6 +39,20 @@ def test_a_function_runs_on_ray(resources):
     backend = RayBackend(2, env={"MINE": "1"})
     assert backend.num_processes() == 2
     assert backend.run(place) == [(0, 2, "1"), (1, 2, "1")]
+
+
+def test_a_saved_estimator_gets_its_backend_back_without_its_variables():
+    options = {"gpus_per_worker": 2, "cpus_per_worker": 1.5, "max_num_proc": 4, "reset_limit": 3, "verbose": 0}
+    backend = RayBackend(2, use_gpu=True, env={"TOKEN": "hunter2"}, pass_env=["SECRET"], **options)
+    saved = json.loads(json.dumps(places.told({"backend": backend})))
+    assert "hunter2" not in str(saved)
+    assert "SECRET" not in str(saved)
+    made = TorchEstimator()
+    places.put(made, saved, "/saved")
+    assert isinstance(made.getBackend(), RayBackend)
+    assert made.getBackend().plain() == backend.plain()
+    assert backend.plain().items() >= ({"num_workers": 2, "use_gpu": True} | options).items()
+    assert RayBackend(**RayBackend(3).plain()).plain() == RayBackend(3).plain()
 
 
 def test_a_worker_that_fails_is_named_and_ray_gets_its_resources_back(resources):

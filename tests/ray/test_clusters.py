@@ -72,46 +72,70 @@ def loop():
     state = hvd.elastic.TorchState(step=0, alone=0)
     @hvd.elastic.run
     def steps(state):
-        while state.step < 900 and state.alone < 3:
+        while state.step < 900 and state.alone < 3 and not (folder / "enough").exists():
             hvd.allreduce(torch.ones(1), name="one")
             (folder / f"{state.step:03}.{hvd.size()}").touch()
             state.step += 1
             state.alone += hvd.size() == 1 and bool(list(folder.glob("*.2")))
             time.sleep(0.1)
             state.commit()
+            if way != "executor" and state.step % 2 == 0:
+                ray.train.report({"step": state.step})
     steps(state)
 
-cpus = {"train": 2, "executor": 1}[way]
+cpus = {"train": 2, "train-all": 3, "executor": 1}[way]
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
 other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False)
 
-def drain():
+def waited(condition):
     deadline = time.monotonic() + 150
-    while not list(folder.glob("*.2")):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+def steps_of_two():
+    return len(list(folder.glob("*.2")))
+
+def drain():
+    waited(steps_of_two)
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
-    accepted, why = gcs.drain_node(other.node_id, reason, "spot", int(1000 * (time.time() + 120)))
+    accepted, why = gcs.drain_node(other.node_id, reason, "spot", int(1000 * (time.time() + 240)))
     assert accepted, why
+    if way == "train-all":
+        try:
+            time.sleep(4)  # the drain is seen within a second or two
+            before = steps_of_two()
+            waited(lambda: steps_of_two() > before + 5)
+            print("trains on a draining node", flush=True)
+            cluster.remove_node(other)
+            before = steps_of_two()
+            waited(lambda: steps_of_two() > before + 10)
+            print("trains with a successor", flush=True)
+        finally:
+            (folder / "enough").touch()
 
 thread = threading.Thread(target=drain)
 thread.start()
-if way == "train":
-    from farandole.ray.train import DataParallelTrainer, FarandoleConfig
-    DataParallelTrainer(
-        loop,
-        backend_config=FarandoleConfig(elastic=True, min_workers=1),
-        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
-        run_config=ray.train.RunConfig(storage_path=str(folder / "results")),
-    ).fit()
-else:
+if way == "executor":
     from farandole.ray import RayExecutor
     made = RayExecutor(RayExecutor.create_settings(), min_workers=1, max_workers=2)
     made.start()
     made.run(loop)
     made.shutdown()
+else:
+    from farandole.ray.train import DataParallelTrainer, FarandoleConfig
+    spread, least = {"train": ("STRICT_SPREAD", 1), "train-all": ("SPREAD", None)}[way]
+    DataParallelTrainer(
+        loop,
+        backend_config=FarandoleConfig(elastic=True, min_workers=least),
+        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy=spread),
+        run_config=ray.train.RunConfig(
+            storage_path=str(folder / "results"),
+            failure_config=ray.train.FailureConfig(max_failures=1 if least is None else 0),
+        ),
+    ).fit()
 thread.join()
 sizes = [int(one.name.split(".")[1]) for one in sorted(folder.glob("*.[12]"))]
 first = sizes.index(2)
@@ -182,7 +206,7 @@ CLIENT = (
     + """
 import subprocess, sys, socket, ray
 from pathlib import Path
-from farandole.ray import RayExecutor, ray_logger
+from farandole.ray import ElasticRayExecutor, RayBackend, RayExecutor, ray_logger
 
 def log():
     from farandole.ray import ray_logger
@@ -222,6 +246,15 @@ try:
     seen = []
     print("elastic", made.run(log, callbacks=[seen.append]), seen, flush=True)
     made.shutdown()
+    made = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2))
+    made.start()
+    seen = []
+    print("older", made.run(log, callbacks=[seen.append]), seen, flush=True)
+    try:
+        RayBackend(2).run(train)
+    except RuntimeError as error:
+        print("refused:", error, flush=True)
+    del made
     ray.shutdown()
 finally:
     head.terminate()
@@ -250,11 +283,18 @@ def test_a_job_by_ray_client_runs_in_the_cluster_and_callbacks_run_here(tmp_path
     out = told(CLIENT, tmp_path)
     assert "[(0, 2.0), (1, 2.0)] [0, 1] [{'size': 2}]" in out
     assert "elastic [0, 1] [{'size': 2}]" in out
+    assert "older [0, 1] [{'size': 2}]" in out
+    assert "refused: RayBackend does not work with Ray Client" in out
 
 
 @pytest.mark.parametrize("way", ["train", "executor"])
 def test_a_worker_whose_node_ray_drains_leaves_at_its_next_commit_and_that_is_no_failure(tmp_path, way):
     assert "sizes 2 1 True" in told(DRAINED, tmp_path, way)
+
+
+def test_a_worker_that_the_others_need_stays_on_a_node_that_ray_drains_until_it_is_gone(tmp_path):
+    out = told(DRAINED, tmp_path, "train-all")
+    assert "trains on a draining node\ntrains with a successor\nsizes 2 2 True" in out
 
 
 def test_an_elastic_job_loses_a_node_and_takes_in_the_worker_of_a_new_one(tmp_path):

@@ -125,6 +125,45 @@ def test_a_job_keeps_its_workers_when_its_discovery_counts_what_is_free(resource
     assert [one["step"] for one in seen] == list(range(1, STEPS + 1)), "the job ran for some searches without a loss"
 
 
+@pytest.mark.slow
+def test_a_job_grows_with_what_its_discovery_finds_beyond_the_slots_that_ray_counted_at_the_start(resources):
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
+
+    class Wide:
+        """Three slots for workers without CPUs, of which Ray counts none."""
+
+        def find_available_hosts_and_slots(self):
+            return {address: 3}
+
+    def grown():
+        import time
+
+        import torch
+
+        import farandole.torch as hvd
+
+        hvd.init()
+        state = hvd.elastic.TorchState(step=0)
+
+        @hvd.elastic.run
+        def steps(state):
+            while hvd.size() < 3 and state.step < 600:
+                hvd.allreduce(torch.ones(1), name="one")
+                state.step += 1
+                time.sleep(0.1)
+                state.commit()
+            return hvd.size()
+
+        return steps(state)
+
+    settings = RayExecutor.create_settings()
+    settings.discovery = Wide()
+    made = RayExecutor(settings, min_workers=1, cpus_per_worker=0, override_discovery=False)
+    made.start()
+    assert made.run(grown) == [3, 3, 3]
+    made.shutdown()
+
+
 def test_a_function_that_always_fails_ends_the_job_with_its_error(resources):
     def fails():
         raise KeyError("of the user")
@@ -163,7 +202,8 @@ def test_slots_are_counted_by_what_is_free(resources):
     with asked_by({address: 1}):
         assert discovery.find_available_hosts_and_slots() == {address: 2}, "the room of the job's own worker"
     assert discovery.of_cluster() == 2
-    assert RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots() == {}
+    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=2).find_available_hosts_and_slots() == {address: 2}
+    assert RayHostDiscovery(use_gpu=True, gpus_per_worker=5).find_available_hosts_and_slots() == {}
     ray.kill(busy)
 
 

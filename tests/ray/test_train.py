@@ -7,12 +7,14 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray.data
 import ray.train
 
 import ray
 from farandole.ray import train
+from farandole.ray.regime import Roll
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -100,6 +102,91 @@ def test_a_worker_that_fails_has_ray_start_all_again_from_the_last_checkpoint(re
     assert len(list((tmp_path / "pids").iterdir())) == 4, "two workers, twice"
 
 
+@pytest.mark.slow
+def test_a_stream_loader_makes_batches_of_each_ranks_shard(resources, tmp_path):
+    def loop():
+        import torch
+
+        import farandole.torch as hvd
+        from farandole.data import StreamLoader
+
+        hvd.init()
+        shard = ray.train.get_dataset_shard("train")
+        loader = StreamLoader(shard, 8, ["x", "v"], shuffle_rows=16, framework="torch")
+        for _ in range(2):
+            batches = list(loader)
+            assert {tuple(batch["v"].shape) for batch in batches} == {(8, 2)}
+            assert all(sorted(batch) == ["v", "x"] for batch in batches)
+            assert all(torch.equal(batch["v"], torch.stack([batch["x"], -batch["x"]], 1)) for batch in batches)
+            rows = hvd.allgather(torch.cat([batch["x"] for batch in batches]))
+            assert sorted(rows.tolist()) == [*range(64)]
+            assert len(batches) == 4
+        with pytest.raises(ValueError, match="one rank's already"):
+            StreamLoader(shard, 8, rank=hvd.rank(), size=hvd.size())
+        loader.load_state_dict({**loader.state_dict(), "row": 16})
+        with pytest.raises(ValueError, match="cannot be resumed"):
+            next(iter(loader))
+        (tmp_path / f"passed.{hvd.rank()}").touch()
+
+    rows = [{"x": float(x), "v": np.array([x, -x], dtype=float), "other": "text"} for x in range(64)]
+    train.HorovodTrainer(
+        loop,
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+        datasets={"train": ray.data.from_items(rows, override_num_blocks=4)},
+    ).fit()
+    assert sorted(path.name for path in tmp_path.glob("passed.*")) == ["passed.0", "passed.1"]
+
+
+@pytest.mark.slow
+def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_path):
+    from ray.train.torch import TorchTrainer
+
+    def loop():
+        import torch
+        from ray.train.torch import prepare_data_loader, prepare_model
+
+        import farandole.torch as hvd
+        import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+        hvd.init()
+        x = torch.linspace(0, 1, 64)[:, None]
+        rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), 8)
+        model = prepare_model(torch.nn.Linear(1, 1), parallel_strategy=None)
+        for prepare, given in ((prepare_model, model), (prepare_data_loader, rows)):
+            with pytest.raises(ValueError, match="process group"):
+                prepare(given)
+        torch.distributed.init_process_group("farandole", init_method="farandole://")
+        parallel = prepare_model(torch.nn.Linear(1, 1, bias=False))
+        parallel(torch.full((1, 1), 1.0 + hvd.rank())).sum().backward()
+        assert parallel.module.weight.grad.item() == 1.5, "the average of both ranks"
+        loader = prepare_data_loader(rows)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        seen = 0
+        for epoch in range(20):
+            loader.sampler.set_epoch(epoch)
+            for features, labels in loader:
+                seen += len(features)
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(features), labels).backward()
+                optimizer.step()
+        found = hvd.allgather(model.weight.detach()).flatten()
+        if hvd.rank() == 0:
+            (tmp_path / "told").write_text(f"{hvd.size()} {seen} {len(set(found.tolist()))} {found[0].item()}")
+
+    TorchTrainer(
+        loop,
+        torch_config=train.FarandoleConfig(),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    size, seen, weights, weight = (tmp_path / "told").read_text().split()
+    assert (size, seen, weights) == ("2", str(20 * 32), "1")
+    assert abs(float(weight) - 2) < 0.5
+
+
 def elastic_loop(config):
     """Steps whose state is committed; tells who does which step in which process."""
     import time
@@ -170,6 +257,27 @@ def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(reso
     survivor = max(workers.values(), key=len)
     assert {int(step) for step in survivor} == set(range(STEPS))
     assert len(survivor) - STEPS <= 1, "the steps that it did twice"
+
+
+def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
+    roll = Roll(2)
+    for task in range(3):
+        roll.joined(task, rank=task)
+    roll.placed({0, 1, 2})
+    roll.has_to_leave(0, "drained")
+    roll.has_to_leave(1, "drained, too")
+    assert roll.dismissals() == [(0, "drained")]
+    assert roll.dismissals() == []
+    roll.ended(0)
+    assert roll.blocks_reports(), "no worker has rank 0"
+    roll.joined(3, rank=0)
+    roll.placed({1, 2, 3})
+    assert not roll.blocks_reports()
+    assert roll.dismissals() == [(1, "drained, too")]
+    roll.joined(4, rank=1)
+    roll.placed({2, 3, 4})
+    roll.ended(1)
+    assert not roll.blocks_reports(), "its successor was there before it was gone"
 
 
 @pytest.mark.parametrize(

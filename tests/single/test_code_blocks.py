@@ -25,7 +25,11 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/running.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/torch.md", "python"): {"tests/spark/test_pages.py": {0}},
-    ("docs/start/index.md", "python"): {"tests/parallel/test_guide_pages.py": {0}, "tests/spark/test_pages.py": {1}},
+    ("docs/start/index.md", "python"): {
+        "tests/parallel/test_guide_pages.py": {0},
+        "tests/spark/test_pages.py": {1, 2},
+        "tests/notebooks/test_notebooks.py": {3},
+    },
     ("docs/user-guide/elastic.md", "python"): {"tests/launcher/test_elastic_page.py": {0, 1, 2, 3, 4}},
     ("docs/user-guide/elastic.md", "sh"): {"tests/launcher/test_elastic_page.py": {0}},
     ("docs/user-guide/exporting.md", "python"): {"tests/single/test_exporting_page.py": {0, 1, 2}},
@@ -119,7 +123,8 @@ def test_all_names_and_keywords_of_ours_in_the_code_of_the_pages_exist():
 def flags_of(*command: str) -> set[str]:
     """The flags of a subcommand: of `run` by the reference, which has the short names too, of others by their help."""
     if command == ("run",):
-        text = (ROOT / "docs/reference/command-line.md").read_text()
+        page = (ROOT / "docs/reference/command-line.md").read_text()
+        text = page.partition("\n## `farandole run`\n")[2].partition("\n## ")[0]
     else:
         words = [sys.executable, "-m", "farandole", *command, "--help"]
         text = subprocess.run(words, capture_output=True, text=True, check=True).stdout

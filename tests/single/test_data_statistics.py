@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.single.training import estimator, linear
 
-from farandole.data import Statistics, prepare_data, statistics_of
+from farandole.data import Statistics, command, prepare_data, statistics_of
+from farandole.data.statistics import statistics_at
 
 ROWS = 20_000
 
@@ -25,6 +28,18 @@ def table(seed=0, shift=0.0, words=("a", "b", "c"), empty=0.1):
         "tokens": [[1] * length for length in random.integers(0, 9, ROWS)],
         "blob": [b"x"] * ROWS,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_command_computes_statistics_on_request(tmp_path, asked, capsys):
+    pq.write_table(table(), tmp_path / "rows.parquet")
+    words = ["prepare", f"source={tmp_path / 'rows.parquet'}", f"to={tmp_path / 'store'}", "seed=0", "compression=none"]
+    words += ["features=n", *(["statistics="] if asked else []), "json="]
+    assert command.main(words) == 0
+    kept = statistics_at(json.loads(capsys.readouterr().out)["train_url"])
+    assert (kept is not None) == asked
+    if asked:
+        assert kept["n"].rows == ROWS
 
 
 def test_statistics_are_those_of_the_rows_however_they_are_cut(tmp_path):

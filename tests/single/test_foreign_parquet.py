@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Parquet that nobody prepared: of Spark, pandas and Delta, in directories whose names are columns."""
 
+import base64
 import datetime as dt
 import os
 import pickle
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole._native import reader
-from farandole.data import ParquetLoader, prepare_data
+from farandole.data import Pad, ParquetLoader, prepare_data
 from farandole.data.columns import Roles
 from farandole.data.datasets import linked, open_dataset
 from farandole.spark.common import LocalStore
@@ -90,6 +91,45 @@ def test_files_that_disagree_are_named(tmp_path):
         (tmp_path / "b.parquet").write_bytes(bad)
         with pytest.raises(OSError, match=r"/b\.parquet"):
             open_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pa.list_(pa.int64()),
+        pa.large_list(pa.string()),
+        pa.list_(pa.list_(pa.int64())),
+        pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    ],
+    ids=str,
+)
+def test_lists_whose_arrow_schema_contradicts_their_parquet_types_are_read(tmp_path, told):
+    """The Parquet types count, as in pyarrow: parquet-rs by itself refuses such a file."""
+    rows = pa.table({"id": [1, 2, 3], "pair": pa.array([[1.5, 2.0], [3.0, 4.0], [5.0, 6.0]])})
+    said = pa.schema([pa.field("id", pa.int64()), pa.field("pair", told)])
+    file = tmp_path / "rows" / "a.parquet"
+    file.parent.mkdir()
+    with pq.ParquetWriter(file, rows.schema, store_schema=False) as writer:
+        writer.write_table(rows)
+        writer.add_key_value_metadata({"ARROW:schema": base64.b64encode(said.serialize().to_pybytes()).decode()})
+    assert b"ARROW:schema" in pq.read_metadata(file).metadata
+    assert arrays(open_dataset(str(file.parent)), "id", "pair") == [[1, 2, 3], rows["pair"].to_pylist()]
+    prepared = prepare_data(file, tmp_path / "store", feature_cols=["id", "pair"], ragged={"pair": Pad(max_length=3)})
+    (batch,) = ParquetLoader(prepared.train_url, 3, ["pair"], shuffle=False)
+    assert batch["pair"].tolist() == [[1.5, 2.0, 0.0], [3.0, 4.0, 0.0], [5.0, 6.0, 0.0]]
+
+
+def test_a_file_whose_columns_have_unequal_lengths_is_named(tmp_path):
+    file = tmp_path / "rows" / "a.parquet"
+    file.parent.mkdir()
+    pq.write_table(pa.table({"id": [1, 2], "pair": [[1, 2], [3, 4]]}), file, compression="none", use_dictionary=False)
+    good, levels = file.read_bytes(), b"\x02\x00\x00\x00\x03"  # two bytes: a run of eight levels
+    assert good.count(levels + b"\x0a") == 1, "0, 1, 0, 1: two rows of two values"
+    file.write_bytes(good.replace(levels + b"\x0a", levels + b"\x0e"))  # one row of four values
+    with pytest.raises(ValueError, match=r"column pair .*/rows/a\.parquet"):
+        list(ParquetLoader(file, 2, ["id", "pair"]))
+    with pytest.raises((ValueError, OSError), match=r"/rows/a\.parquet.*expected length 2 but got length 1"):
+        prepare_data(file, tmp_path / "store", feature_cols=["id", "pair"], ragged={"pair": Pad(max_length=4)})
 
 
 def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_path):

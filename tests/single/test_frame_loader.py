@@ -77,6 +77,21 @@ def test_what_cannot_be_is_refused_and_leaves_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("cache", ["s3://bucket/rows", "abfss://a@b/c", "dbfs:/rows", "file://host/rows"])
+def test_a_cache_that_is_no_directory_is_refused(tmp_path, monkeypatch, cache):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"cache must be a directory .*{cache}"):
+        frame_loader(table(), 10, cache=cache)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_may_be_a_url_of_a_directory(tmp_path):
+    cache = tmp_path / "a b"
+    loader = frame_loader(table(), 10, ["id"], cache=cache.as_uri())
+    assert list(cache.iterdir())
+    assert sorted(ids(loader)) == list(range(ROWS))
+
+
 def test_rows_that_executors_of_other_hosts_keep_for_themselves_are_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"):
         _expect(9, 4, tmp_path)

@@ -3,6 +3,7 @@
 """What a fit shows, and its history as rows."""
 
 import io
+import types
 
 import pytest
 
@@ -35,6 +36,40 @@ def test_a_long_epoch_is_heard_of_in_between(monkeypatch):
     with progress.Lines(stream) as shown:
         shown.report(STEP)
     assert stream.getvalue() == "epoch 1/3  batch 2/4  loss 0.6000  99 rows/s\n"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in seconds, which a test may change."""
+    found = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: found.now)
+    return found
+
+
+def test_lines_of_a_run_that_goes_on_tell_the_time_that_is_left(clock):
+    stream = io.StringIO()
+    with progress.Lines(stream) as shown:
+        shown.report(EPOCH | {"epochs": 4})  # half of it was done before
+        clock.now = 100.0
+        shown.report(STEP | {"epoch": 2, "epochs": 4})
+        clock.now = 200.0
+        shown.report(EPOCH | {"entry": ENTRY | {"epoch": 3}, "epochs": 4})
+    first, step, last = stream.getvalue().splitlines()
+    assert first.endswith("1,234 rows/s")
+    assert step.endswith("99 rows/s  about 5 min left")  # an eighth in 100 s, three eighths to go
+    assert last.endswith("1,234 rows/s")
+
+
+def test_a_bar_of_a_run_that_goes_on_tells_the_time_that_is_left(clock, capfd, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress.Bar() as shown:
+        shown.report(EPOCH | {"epochs": 4})
+        clock.now = 100.0
+        shown.report(STEP | {"epoch": 2, "epochs": 4})
+        shown._rich.refresh()  # its thread looks at the clock, too
+    assert "about 5 min left" in capfd.readouterr().err
 
 
 def test_verbose_0_is_silent(capfd):

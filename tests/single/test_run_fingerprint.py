@@ -197,12 +197,24 @@ SCRIPT = """
 import functools, numpy as np, torch
 from farandole.spark.common.runs.digests import digest
 SCALE = 3
+TABLE = {"b": [1, 2], "a": {"x", "y"}}
 def helper(x): return x * SCALE
+class Base(torch.nn.Module):
+    kinds = {"p", "q", helper, len, frozenset({"r", "s", "t"})}
+    table = {("a", 1): helper, frozenset({"r", "s", "t"}): 2}
+    def forward(self, x): return helper(x) + TABLE["b"][0]
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x):
+        class Inner: y = 2
+        return super().forward(self.layer(x))
 def loss(output, label, weight=0.5):  # a comment
     return ((output - helper(label)) ** 2).mean() * weight
 torch.manual_seed(0)
 print(digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x}, {"a": np.arange(3), "b": (1, None)},
-    torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}]))
+    torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}, Net(), Base]))
 """
 
 
@@ -239,6 +251,100 @@ def test_an_architecture_counts_by_what_its_parts_say():
     one, same, other = (Fingerprint(tuple(parts_of(Scaled(by), None))) for by in (1.0, 1.0, 2.0))
     assert not one.compare(same)
     assert [part.name for part in one.compare(other)] == ["model"]
+
+
+BODY = """
+import torch
+SIZES = {sizes}
+class Base(torch.nn.Module):
+    SCALE = {scale}
+    def scaled(self, x):
+        return x * self.SCALE
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x):{comment}
+        return {expression}
+class Loss:
+    def __init__(self, weights=(1, 2)):
+        self.weights = list(weights)
+    def __call__(self, output, label):
+        return self.error(output, label) * len(SIZES)
+    @staticmethod
+    def error(output, label):
+        return {error}
+"""
+
+
+def made(**changed):
+    """The model and the loss of a module of the user's, whose text differs in some places."""
+    usual = {
+        "sizes": "[1, 2]", "scale": 2, "comment": "", "expression": "self.scaled(self.layer(x))",
+        "error": "((output - label) ** 2).mean()",
+    }  # fmt: skip
+    known = {"__name__": changed.pop("module", "users")}
+    text = BODY.format(**usual | changed)
+    exec(compile(text, changed.get("comment") or "file.py", "exec"), known)
+    torch.manual_seed(0)
+    return known["Net"](), known["Loss"]()
+
+
+@pytest.mark.parametrize(
+    ("changed", "of"),
+    [
+        ({"expression": "torch.relu(self.scaled(self.layer(x)))"}, {"model"}),
+        ({"scale": 3}, {"model"}),
+        ({"error": "(output - label).abs().mean()"}, {"loss"}),
+        ({"sizes": "[1, 2, 3]"}, {"loss"}),
+        ({"comment": "  # a comment\n\n        'a docstring'\n"}, set()),
+        ({"module": "elsewhere"}, set()),
+    ],
+)
+def test_the_code_of_classes_counts_and_their_place_does_not(changed, of):
+    def fingerprint(model, loss):
+        return Fingerprint((*parts_of(model, None), Part.of("loss", loss)))
+
+    before, now = fingerprint(*made()), fingerprint(*made(**changed))
+    assert not before.compare(fingerprint(*made()))
+    assert {one.name for one in before.compare(now)} == of
+
+
+def test_a_changed_forward_is_refused_with_the_same_run(data):
+    def named(expression):
+        model, _ = made(expression=expression)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+
+    fit(data, **named("self.layer(x)"))
+    assert len(fit(data, **named("self.layer(x)"), epochs=2).getHistory()) == 2
+    with pytest.raises(RunDiffersError, match="model is another Net of 3 numbers"):
+        fit(data, **named("self.layer(x) * 2"), epochs=3)
+
+
+def test_what_a_loss_keeps_in_lists_and_arrays_counts():
+    _, loss = made()
+    loss_class = type(loss)
+    assert digest(loss_class((1, 2))) == digest(loss) != digest(loss_class((1, 3)))
+    for of in (np.array, torch.tensor):
+        one, same, other = loss_class(), loss_class(), loss_class()
+        one.table, same.table, other.table = of([1.0]), of([1.0]), of([2.0])
+        assert digest(one) == digest(same) != digest(other)
+
+
+def test_frozen_parameters_count():
+    free, frozen = linear(), linear()
+    frozen.bias.requires_grad_(False)
+    told = [Fingerprint(tuple(parts_of(one, None))) for one in (free, frozen)]
+    assert [one.name for one in told[0].compare(told[1])] == ["model"]
+
+
+def test_the_record_of_another_version_counts_like_none(data, capsys):
+    fit(data)
+    file = data / "runs/r/_fingerprint.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 1}))
+    fit(data, batch_size=16, epochs=2, verbose=1)
+    assert "run r has no record of its data and parameters" in capsys.readouterr().err
+    assert json.loads(file.read_text())["version"] > 1
 
 
 def test_fingerprints_read_back_and_damaged_ones_do_not():

@@ -97,6 +97,21 @@ def test_a_damaged_marker_is_as_none(tmp_path, monkeypatch, marker):
     assert text_of(run.resume()) == "2"
 
 
+def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    run = run_of(tmp_path)
+    run.write_checkpoint("checkpoint", archive("1"))
+    path = tmp_path / "runs" / "r" / seals.MARKER
+    newer = json.dumps({**json.loads(path.read_bytes()), "version": seals.VERSION + 1})
+    path.write_text(newer)
+    told = rf"runs/r/_run\.json has format {seals.VERSION + 1}, and this version of Farandole knows up to format"
+    with pytest.raises(ValueError, match=told):
+        run.resume()
+    with pytest.raises(ValueError, match=told):
+        run.write_checkpoint("checkpoint", archive("2"))
+    assert path.read_text() == newer
+
+
 def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows(tmp_path, secret, monkeypatch):
     disk = Recorder(tmp_path / "runs" / "r")
     monkeypatch.setattr(durable, "_DISK", disk)

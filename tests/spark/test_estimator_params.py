@@ -77,6 +77,7 @@ COMMON = {
     "terminate_on_nan": [("yes", TypeError)],
     "statistics": [("yes", TypeError)],
     "resume": [("no", ValueError), (True, ValueError)],
+    "gc_older_than": [("30", ValueError), ("1y", ValueError), ("-1d", ValueError), (0, ValueError), ([], TypeError)],
 }
 TORCH = {
     "metrics": [(["accuracy"], TypeError)],
@@ -125,7 +126,8 @@ UNSET = {
     "label_cols", "validation", "val_batch_size", "random_seed", "run_id", "train_steps_per_epoch",
     "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols", "categorical_cols",
     "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields", "transformation_removed_fields",
-    "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds", *NAMED,
+    "mp_start_method", "fill", "data_module", "class_names", "output_form", "thresholds", "gc_older_than",
+    *NAMED,
 }  # fmt: skip
 SET = {
     "metrics": [], "batch_size": 32, "epochs": 1, "verbose": 1, "shuffle": True, "partitions_per_process": 10,

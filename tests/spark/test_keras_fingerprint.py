@@ -41,6 +41,38 @@ def test_a_model_counts_whatever_names_keras_gives_it():
     ]
 
 
+LAYER = """
+import keras
+def metric(label, output):
+    return {metric}
+class Scaled(keras.layers.Layer):
+    def call(self, x):
+        return {call}
+class Loss(keras.losses.Loss):
+    def call(self, label, output):
+        return {loss}
+"""
+
+
+def test_the_code_of_the_users_layers_and_losses_counts_and_that_of_metrics_does_not():
+    usual = {"metric": "label", "call": "x * 2", "loss": "keras.ops.mean((label - output) ** 2)"}
+
+    def told(**changed):
+        known = {"__name__": "users"}
+        exec(LAYER.format(**usual | changed), known)
+        made = keras.Sequential([keras.Input((2,)), known["Scaled"](), keras.layers.Dense(1)])
+        made.compile(loss=known["Loss"](), metrics=[known["metric"]])
+        return Fingerprint(tuple(parts_of(made, None, None)))
+
+    def differ(**changed):
+        return {one.name for one in told().compare(told(**changed))}
+
+    assert not differ()
+    assert not differ(metric="label * 2")
+    assert differ(call="x * 3") == {"model"}
+    assert "loss" in differ(loss="keras.ops.mean(label - output)")
+
+
 def test_a_run_goes_on_with_its_model_and_no_other(tmp_path):
     x = np.random.default_rng(0).normal(size=(32, 2)).astype(np.float32)
     write(tmp_path / "intermediate_train_data", x=x, y=x[:, 0])

@@ -62,6 +62,14 @@ def test_the_first_steps_with_a_frame(tmp_path):
     assert "y__output" in run(tmp_path, block("docs/start/index.md", 1))
 
 
+def test_the_first_steps_with_parquet_files_start_no_spark_session(tmp_path):
+    check = "from pyspark.sql import SparkSession\nassert SparkSession.getActiveSession() is None\n"
+    printed = run(tmp_path, block("docs/start/index.md", 2).replace('"/tmp/farandole/', f'"{tmp_path}/'), check)
+    losses = [float(line.split()[2]) for line in printed.splitlines()[1:]]
+    assert len(losses) == 5
+    assert losses[-1] < min(0.1, losses[0])
+
+
 def test_the_first_example_of_the_page_about_torch(tmp_path):
     split = "import torch\ntrain, test = df.randomSplit([0.8, 0.2], seed=1)\n"
     script = block("docs/spark/torch.md", 0)

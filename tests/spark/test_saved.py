@@ -108,6 +108,14 @@ def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
     assert json.loads(spark.read.text(f"{place}/metadata").first()[0])["class"] == "an.Object"
 
 
+def test_a_save_of_a_newer_format_is_refused(spark, place, monkeypatch):
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
+    Saved(place, spark).write(METADATA, {"weights": b"newer"}, overwrite=False)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"has format {module.FORMAT + 1}, .* reads up to format {module.FORMAT}:"):
+        read(place, spark)
+
+
 def test_metadata_cannot_point_outside(spark, place):
     Saved(place, spark).write(METADATA, {}, overwrite=False)
     found = Saved(place, spark)

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
+import hyperopt
+import numpy as np
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -20,6 +22,7 @@ from farandole.spark.common.backend import Backend, LocalBackend, SparkBackend
 from farandole.spark.common.data import prepare
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
+from farandole.tuning import fmin
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -194,6 +197,27 @@ def test_fits_on_this_host_in_a_search_share_its_cores(searched, capfd):
     assert most == cores
     assert len(parents) == 1
     assert f"a job of {cores} processes waits for slots: 1 jobs hold {cores} of {cores}" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slots(spark, capfd):
+    def distance(x):
+        rank, ranks = place()
+        return {"loss": (x - 1) ** 2, "rank": rank, "ranks": ranks}
+
+    trials = hyperopt.Trials()
+    best = fmin(
+        distance,
+        hyperopt.hp.uniform("x", -2, 4),
+        max_evals=4,
+        backend=SparkBackend(2, verbose=1),
+        slots=4,
+        trials=trials,
+        rstate=np.random.default_rng(1),
+    )
+    assert [(one["rank"], one["ranks"]) for one in trials.results] == [(0, 2.0)] * 4
+    assert (best["x"] - 1) ** 2 == min(trials.losses())
+    assert "a job of 2 processes waits for slots: 1 jobs hold 2 of 2" in capfd.readouterr().err
 
 
 def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(searched, monkeypatch):

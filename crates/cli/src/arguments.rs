@@ -6,7 +6,7 @@
 use clap::{ArgMatches, Command};
 
 use crate::run::flags::FLAGS;
-use crate::{agent, bench, data, explain, run, simulate, store, timeline, ui};
+use crate::{agent, bench, data, demo, explain, run, simulate, store, timeline, ui};
 
 /// The whole command.
 pub(crate) fn command() -> Command {
@@ -15,6 +15,7 @@ pub(crate) fn command() -> Command {
         .about("Data-parallel deep learning on Spark, on plain hosts and in notebooks.")
         .subcommand_required(true)
         .arg_required_else_help(true)
+        .subcommand(demo::command())
         .subcommand(run::command())
         .subcommand(agent::command())
         .subcommand(bench::command())

@@ -37,7 +37,7 @@ pub(crate) fn command() -> Command {
             Command::new("prepare")
                 .about(
                     "Writes Parquet, CSV, JSON lines, Arrow IPC files or a Delta table to a store, in the form that \
-                     training reads fastest. What was killed goes on; what was done is found again.",
+                     training reads fastest. A preparation that was cut off continues; one that is complete is not repeated.",
                 )
                 .arg(
                     Arg::new("source")
@@ -92,6 +92,12 @@ pub(crate) fn command() -> Command {
                 .arg(
                     text("row-group-rows", "ROWS", "Rows of a row group; default: by size")
                         .value_parser(value_parser!(u64).range(1..)),
+                )
+                .arg(
+                    Arg::new("statistics")
+                        .long("statistics")
+                        .action(ArgAction::SetTrue)
+                        .help("Also compute statistics of the rows, in one more pass, which fitted models carry"),
                 )
                 .arg(
                     Arg::new("again")
@@ -196,7 +202,8 @@ mod tests {
 
     #[test]
     fn arguments_reach_the_package_by_name() {
-        let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan --row-group-rows 7";
+        let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan --statistics \
+                    --row-group-rows 7";
         let told = Told::default();
         let status = |line: &str| {
             let matches = command().try_get_matches_from(line.split(' ')).unwrap();
@@ -215,6 +222,7 @@ mod tests {
             "seed=0",
             "source=a.csv",
             "source=b=c.csv",
+            "statistics=",
             "to=/s",
         ];
         assert_eq!(words, expected);

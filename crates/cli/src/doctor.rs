@@ -3,7 +3,7 @@
 
 //! `farandole doctor`: reports what is installed, what works (by trying it), what is wrong, and how to fix it.
 
-mod starter;
+mod launcher;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -105,7 +105,7 @@ fn examine(python: &Python, modules: &Modules) -> Page {
     java(&mut page, modules.contains_key("pyspark"));
     links(&mut page);
     devices(&mut page, python);
-    starter::section(&mut page, &Here);
+    launcher::section(&mut page, &Here);
     // What cannot be read is a problem already, and everything that is started would fail by it.
     if Config::from_env().is_ok() {
         launching(&mut page);

@@ -3,10 +3,11 @@
 
 //! The farandole command.
 //!
-//! Owns the command line: `run` starts a program on several processes of one host or of several, `bench` measures
-//! collectives, `data` prepares and shows data, `store` lists and cleans up stores, `ui` shows their runs in the
-//! browser, `explain` says what limits the speed of a run, `timeline` merges the timelines of ranks, `doctor` says what
-//! works on this machine, `simulate` computes how long things take on a cluster that is not there.
+//! Owns the command line: `demo` trains a small network with what is installed, `run` starts a program on several
+//! processes of one host or of several, `bench` measures collectives, `data` prepares and shows data, `store` lists and
+//! cleans up stores, `ui` shows their runs in the browser, `explain` says what limits the speed of a run, `timeline`
+//! merges the timelines of ranks, `doctor` says what works on this machine, `simulate` computes how long things take on
+//! a cluster that is not there.
 //! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which
 //! passes an interpreter through [`Surroundings`]; there is no second binary.
 //!
@@ -23,9 +24,12 @@ mod bench;
 mod check_build;
 mod console;
 mod data;
+mod demo;
 mod doctor;
 mod explain;
 mod logging;
+#[cfg(test)]
+mod reference;
 mod run;
 mod simulate;
 mod store;
@@ -59,6 +63,7 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
         "agent" => agent::agent(surroundings),
         "bench" => bench::bench(&matches, surroundings),
         "data" => data::data(&matches, surroundings),
+        "demo" => demo::demo(&matches, surroundings),
         "doctor" => doctor::doctor(surroundings),
         "explain" => explain::explain_run(&matches),
         "run" => run::run(called, &matches, surroundings),

@@ -88,6 +88,7 @@ def _prepare(given: dict[str, list[str]]) -> int:
         compression=one["compression"],  # pyright: ignore[reportArgumentType]
         row_group_rows=int(one["row-group-rows"]) if "row-group-rows" in one else None,
         reuse="again" not in given,
+        statistics="statistics" in given,
     )
     told: dict[str, Any] = {
         "index": done.index,

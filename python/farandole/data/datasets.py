@@ -59,6 +59,15 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
     return Dataset.open_files(url, list(zip((fragment.path for fragment in fragments), told, strict=True)))
 
 
+def is_place(paths: str | Sequence[str]) -> bool:
+    """Whether `open_dataset` would open a directory, which may have more in it than files of rows.
+
+    Args:
+        paths: As for `open_dataset`.
+    """
+    return isinstance(paths, str) and not is_pattern(paths) and not is_file(paths)
+
+
 def _open_files(paths: Sequence[str]) -> Dataset:
     """Some files, below the directory that all paths have in common; names of directories below that are columns."""
     places = [find(path) for path in paths]

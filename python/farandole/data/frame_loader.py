@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from farandole.data.frames import is_spark
 from farandole.data.loader import ParquetLoader
@@ -18,6 +20,7 @@ from farandole.data.loader import ParquetLoader
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 GROUP_ROWS = 16384
 """Rows of a row group that is written here."""
 
@@ -40,16 +43,15 @@ def frame_loader(
         batch_size: Rows of one batch of each rank.
         columns: Which columns; default: all that a batch can hold.
         cache: The directory for the rows, which all processes that read or write them must see; default: the one for
-            temporary files.
+            temporary files. A path or a `file://` URL.
         options: Of `ParquetLoader`.
 
     Raises:
-        ValueError: A column that the frame does not have, a frame without rows, or executors on other hosts that write
-            to a disk of their own.
+        ValueError: A column that the frame does not have, a frame without rows, a URL of a remote store as `cache`, or
+            executors on other hosts that write to a disk of their own.
         TypeError: A frame that holds no rows.
     """
-    root = Path(tempfile.gettempdir() if cache is None else cache)
-    directory = root / f"farandole-frame-{uuid.uuid4().hex}"
+    directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     try:
         if is_spark(frame):
             _check(columns, frame.columns)
@@ -66,6 +68,20 @@ def frame_loader(
         raise
     weakref.finalize(loader, _remove, directory, os.getpid())
     return loader
+
+
+def _directory(cache: str | os.PathLike[str] | None) -> Path:
+    """The directory that `cache` means."""
+    text = tempfile.gettempdir() if cache is None else os.fspath(cache)
+    if not _URL.match(text):
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
+        raise ValueError(
+            f"cache must be a directory that all processes see as a file system, not {text}: write the rows to the "
+            "remote store with prepare_data, and read them with ParquetLoader"
+        )
+    return Path(unquote(parts.path))
 
 
 def _write_from_executors(frame: Any, directory: Path) -> int:

@@ -123,22 +123,42 @@ def _is_ray_dataset(value: Any) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset" for kind in type(value).__mro__)
 
 
-def _ray_dataset(dataset: Any) -> Source:
-    """Ray's blocks pass through this process one after the other; it may make other rows when it is read again."""
+def is_ray_shard(value: Any) -> bool:
+    """Whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
+
+    Args:
+        value: Anything.
+    """
+    return any(f"{kind.__module__}.{kind.__name__}" == "ray.data.iterator.DataIterator" for kind in type(value).__mro__)
+
+
+def ray_tables(rows: Any) -> Iterator[pa.Table]:
+    """The rows of a Ray data set or of a shard, from the first one on.
+
+    Args:
+        rows: The data set, or the shard.
+    """
+    for table in rows.iter_batches(batch_format="pyarrow", batch_size=BATCH_ROWS):
+        yield _plain(table)
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """A table of Ray without Ray's tensors, which are lists under a type of its own."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    def plain(table: pa.Table) -> pa.Table:
-        # Ray's tensors are lists under a type of its own.
-        for index, column in enumerate(table.columns):
-            if isinstance(column.type, pa.BaseExtensionType):
-                chunks = [chunk.storage for chunk in column.chunks]
-                table = table.set_column(index, table.schema.names[index], pa.chunked_array(chunks))
-        return table
+    for index, column in enumerate(table.columns):
+        if isinstance(column.type, pa.BaseExtensionType):
+            chunks = [chunk.storage for chunk in column.chunks]
+            table = table.set_column(index, table.schema.names[index], pa.chunked_array(chunks))
+    return table
+
+
+def _ray_dataset(dataset: Any) -> Source:
+    """Ray's blocks pass through this process one after the other; it may make other rows when it is read again."""
 
     def batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
-        chosen = dataset.select_columns(columns)
-        for table in chosen.iter_batches(batch_format="pyarrow", batch_size=BATCH_ROWS):
-            yield from plain(table).to_batches(max_chunksize=BATCH_ROWS)
+        for table in ray_tables(dataset.select_columns(columns)):
+            yield from table.to_batches(max_chunksize=BATCH_ROWS)
 
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the Ray data set", lambda: batches(columns))]
@@ -146,7 +166,7 @@ def _ray_dataset(dataset: Any) -> Source:
     first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
     if first is None:
         raise ValueError("the Ray data set has no rows")
-    return Source(plain(first).schema, None, units, ordered=False)
+    return Source(_plain(first).schema, None, units, ordered=False)
 
 
 def _table(table: pa.Table) -> Source:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from farandole.data import files as found_files
-from farandole.data.frames import frame_source, is_arrow_dataset, is_frame, is_spark
+from farandole.data.frames import frame_source, is_arrow_dataset, is_spark
 from farandole.data.tables import iceberg_at
 from farandole.data.units import BATCH_ROWS, Source, Unit
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
-
-__all__ = ["Source", "Unit", "is_frame", "listed", "open_source"]
 
 UNIT_BYTES = 128 << 20
 """Bytes of Parquet, encoded, that are one unit."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farandole.data.arrays import wrapper
 from farandole.data.data_loader_base import BaseDataLoader
+from farandole.data.frames import is_ray_shard, ray_tables
 from farandole.data.loader import _world
 from farandole.data.transform import Shapes, _checked, from_arrow
 
@@ -53,7 +54,9 @@ class StreamLoader(BaseDataLoader):
             source: A function that takes the number of a row and returns an iterable of record batches or tables which
                 begins with this row; it must return the same rows each time. Or any source of
                 `farandole.data.prepare_data`, which is read in order; to resume, rows before the place are read again.
-                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them.
+                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them. Or this rank's
+                shard of a Ray data set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
+                can be resumed only where a pass over them begins.
             batch_size: Rows of one batch of this rank.
             columns: Which columns; default: all.
             steps_per_epoch: Batches of one iteration. The next one continues after them. Without it, an iteration lasts
@@ -61,16 +64,16 @@ class StreamLoader(BaseDataLoader):
             shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0: in the order of the
                 stream.
             seed: Of the shuffle; the same on every rank.
-            rank: This rank; default: that of the running job, or 0.
-            size: How many ranks share the stream; default: that of the running job, or 1.
+            rank: This rank; default: that of the running job, or 0; for a shard, 0.
+            size: How many ranks share the stream; default: that of the running job, or 1; for a shard, 1.
             framework: Arrays of NumPy or tensors of torch.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
                 dict of arrays. For a rank without rows it is called with one row, and what it returns is left out. If
                 its first result has no rows, it is called with the whole window, to learn their shape.
 
         Raises:
-            ValueError: A number out of range, a column that the source does not have, or a source for several ranks
-                whose rows may come in a different order each time.
+            ValueError: A number out of range, a column that the source does not have, a source for several ranks
+                whose rows may come in a different order each time, or a shard that several ranks are to share.
             TypeError: A source that holds no rows.
         """
         for name, value, least in (
@@ -82,7 +85,12 @@ class StreamLoader(BaseDataLoader):
                 raise ValueError(f"{name} must be a whole number, {least} or more: {value!r}")
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
-        here, everywhere = _world() if rank is None or size is None else (rank, size)
+        shard = is_ray_shard(source)
+        if shard and (rank, size) not in ((None, None), (0, 1)):
+            raise ValueError(
+                f"a shard of a Ray data set is one rank's already: pass no rank and no size: {rank}, {size}"
+            )
+        here, everywhere = (0, 1) if shard else _world() if rank is None or size is None else (rank, size)
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
@@ -93,8 +101,11 @@ class StreamLoader(BaseDataLoader):
                 f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: {shuffle_rows}"
             )
         self._window = shuffle_rows
-        read = source if callable(source) else _reading(source, self._columns, self.size)
-        self._read: Callable[[int], Any] = read
+        self._read: Callable[[int], Any]
+        if shard:
+            self._read = _of_shard(source)
+        else:
+            self._read = source if callable(source) else _reading(source, self._columns, self.size)
         self._transform = transformation_fn
         self._shapes = Shapes()
         self._wrap = wrapper(framework)
@@ -271,6 +282,17 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
                 start = max(0, start - batch.num_rows)
 
     return batches
+
+
+def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
+    """One rank's rows of a Ray data set, whose order Ray may change with each pass."""
+
+    def tables(start: int) -> Iterator[pa.Table]:
+        if start:
+            raise ValueError("a shard of a Ray data set begins with its first row, so this state cannot be resumed")
+        return ray_tables(shard)
+
+    return tables
 
 
 def _record_batch(table: pa.Table) -> pa.RecordBatch:

@@ -14,7 +14,7 @@ from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, roo
 from farandole.ray.drains import Drains
 from farandole.ray.results import headline
 from farandole.ray.strategy import current_placement_group, reserved
-from farandole.ray.utils import needed
+from farandole.ray.utils import is_client, needed
 from farandole.runner import environment, outcome, timelines
 from farandole.runner import warm as warm_workers
 from farandole.runner.agent import Work
@@ -95,6 +95,7 @@ class RayBackend(Backend):
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
             raise ValueError(f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}")
+        self._use_gpu = use_gpu
         self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})
@@ -122,9 +123,12 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises `TimeoutError` where Ray does not reserve the resources in time.
+        """As `Backend.run`; an elastic job returns the results of its last world.
 
-        An elastic job returns the results of its last world.
+        Raises:
+            FarandoleJobError: As `Backend.run`.
+            TimeoutError: Ray does not reserve the resources in time.
+            RuntimeError: This process is a client of Ray Client, which the workers cannot reach.
         """
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
@@ -135,6 +139,7 @@ class RayBackend(Backend):
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
         ray = needed()
+        self.check()
         if not ray.is_initialized():
             ray.init()
         logs.start()
@@ -160,9 +165,36 @@ class RayBackend(Backend):
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
+    def plain(self) -> dict[str, Any]:
+        """The arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        return {
+            "num_workers": self._num_workers,
+            "use_gpu": self._use_gpu,
+            "gpus_per_worker": self._gpus if self._use_gpu else None,
+            "cpus_per_worker": self._cpus,
+            "placement_group_timeout": self._placed_within,
+            "start_timeout": self._start_timeout,
+            "verbose": self._streams.verbose,
+            "warm": self._warm,
+            **self._bounds,
+            **self._limits,
+        }
+
     def num_processes(self) -> int:
         """Number of ranks, or of those that the job begins with."""
         return self._num_workers
+
+    def check(self) -> None:
+        """As `Backend.check`.
+
+        Raises:
+            RuntimeError: This process is a client of Ray Client.
+        """
+        if is_client():
+            raise RuntimeError(
+                "RayBackend does not work with Ray Client, because workers connect to this process: run the script in "
+                "the cluster, for example by `ray job submit`"
+            )
 
 
 class SpareActors:

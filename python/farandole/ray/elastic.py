@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.ray import elastic_v2
 from farandole.ray.adapter import gpus, renamed
-from farandole.ray.elastic_v2 import ElasticAdapter, ElasticParams
+from farandole.ray.runner import RayExecutor
 from farandole.ray.utils import needed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ElasticSettings:
 
     Attributes:
         min_num_proc: Fewest ranks with which the job continues.
-        max_num_proc: Most ranks; default: as many as the cluster has slots when the job starts.
+        max_num_proc: Most ranks; default: as `max_workers` of `RayExecutor`.
         reset_limit: How often the world may change.
         elastic_timeout: Seconds for which there may be too few ranks.
         timeout_s: Accepted for compatibility with Horovod.
@@ -156,21 +156,22 @@ class ElasticRayExecutor:
         needed()
         self.settings = settings
         self.env_vars = dict(env_vars or {})
-        params = ElasticParams(
-            cpus_per_slot,
-            use_gpu,
-            gpus(gpus_per_slot, use_gpu, "gpus_per_slot") or None,
+        self._executor = RayExecutor(
+            settings,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus(gpus_per_slot, use_gpu, "gpus_per_slot") or None,
             min_workers=settings.min_num_proc,
             max_workers=settings.max_num_proc,
             reset_limit=settings.reset_limit,
             elastic_timeout=settings.elastic_timeout,
             override_discovery=override_discovery,
         )
-        self._adapter = ElasticAdapter(settings, params)
 
     def start(self) -> None:
-        """Gets ready; the workers start with each `run`."""
-        self._adapter.start(extra_env_vars=self.env_vars)
+        """Gets ready; the workers start with each `run`. With Ray Client, `run` is led by an actor in the cluster."""
+        self._executor.shutdown()
+        self._executor.start(extra_env_vars=self.env_vars)
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Calls `worker_fn()` on every worker.
@@ -184,5 +185,6 @@ class ElasticRayExecutor:
 
         Raises:
             FarandoleJobError: The job failed, or had too few ranks for too long.
+            RuntimeError: `start` was not called.
         """
-        return self._adapter.run(worker_fn, callbacks=callbacks)
+        return self._executor.run(worker_fn, callbacks=callbacks)

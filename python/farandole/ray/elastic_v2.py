@@ -24,6 +24,7 @@ __all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery
 logger = logging.getLogger(__name__)
 
 _START_WITHIN = 600.0
+_NO_LIMIT = 2**32 - 1
 
 
 @dataclass
@@ -32,7 +33,8 @@ class ElasticParams(BaseParams):
 
     Attributes:
         min_workers: Fewest ranks with which it continues.
-        max_workers: Most ranks; default: as many as the cluster has slots when the job starts.
+        max_workers: Most ranks; default: as many as `settings.discovery` finds, where it is asked, or as the whole
+            cluster has slots for when a `run` begins.
         reset_limit: How often its world may change.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
         elastic_timeout: Seconds for which there may be too few ranks.
@@ -165,6 +167,8 @@ class ElasticAdapter(Adapter):
         params = self.params
         if params.max_workers is not None:
             return params.max_workers
+        if self._discovery is not None:
+            return _NO_LIMIT
         there = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1).of_cluster()
         return max(params.min_workers, there)
 

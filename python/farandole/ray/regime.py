@@ -4,7 +4,7 @@
 
 Ray starts the workers and replaces those that fail. The registrar decides who is in the world. This module gives each
 worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in `ray.train.report` for a
-worker that waits for them.
+worker that waits for them, or that has left.
 """
 
 from __future__ import annotations
@@ -29,6 +29,66 @@ _LOOK_EVERY = 1.0
 _END_WITHIN = 5.0
 
 
+class Roll:
+    """Which workers are in the job, which have to leave, and whose ranks in Ray nobody has.
+
+    Args:
+        least: Fewest workers that train.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._ranks: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._leaving: dict[int, str] = {}
+        self._dismissed: set[int] = set()
+        self._vacant: set[int] = set()
+        self._worlds = 0
+
+    def joined(self, task: int, rank: int) -> None:
+        """Takes in a worker.
+
+        Args:
+            task: Its number, which no other has had.
+            rank: Its rank in Ray, which its successor gets.
+        """
+        self._ranks[task] = rank
+        self._waiting.add(task)
+        self._vacant.discard(rank)
+
+    def placed(self, tasks: set[int]) -> None:
+        """Takes note of the workers of a new world."""
+        self._worlds += 1
+        self._waiting -= tasks
+
+    def ended(self, task: int) -> None:
+        """Forgets a worker. If it was dismissed, Ray replaces it only when its node is gone."""
+        rank = self._ranks.pop(task, None)
+        self._waiting.discard(task)
+        self._leaving.pop(task, None)
+        if rank is not None and task in self._dismissed and rank not in self._ranks.values():
+            self._vacant.add(rank)
+        self._dismissed.discard(task)
+
+    def has_to_leave(self, task: int, reason: str) -> None:
+        """Has a worker leave as soon as enough others are there."""
+        if task in self._ranks:
+            self._leaving[task] = reason
+
+    def dismissals(self) -> list[tuple[int, str]]:
+        """Workers that leave now, and why. A worker without which too few would train stays, and may leave later."""
+        spare = len(self._ranks) - len(self._dismissed) - self._least
+        found = list(self._leaving.items())[: max(spare, 0)]
+        for task, _ in found:
+            self._dismissed.add(task)
+            del self._leaving[task]
+        return found
+
+    def blocks_reports(self) -> bool:
+        """Whether a report waits for a rank that does not come: its worker has left, or waits for the next world."""
+        return self._worlds > 0 and bool(self._waiting or self._vacant)
+
+
 class Regime:
     """One attempt of a trainer.
 
@@ -49,12 +109,12 @@ class Regime:
         if least is not None and least > size:
             raise ValueError(f"min_workers must not be above the number of workers: {least} is above {size}")
         self._barrier = worker_group.get_worker_group_state().sync_actor
-        self._registrar = Registrar.elastic(size, least or size, size, timeout=timeout, reset_limit=reset_limit)
+        least = least or size
+        self._registrar = Registrar.elastic(size, least, size, timeout=timeout, reset_limit=reset_limit)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._drains = Drains()
-        self._waiting: set[int] = set()
-        self._worlds = 0
+        self._roll = Roll(least)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="farandole-ray-train", daemon=True)
         self._thread.start()
@@ -65,7 +125,7 @@ class Regime:
         for worker in group.get_workers():
             with self._lock:
                 task = next(self._numbers)
-                self._waiting.add(task)
+                self._roll.joined(task, worker.distributed_context.world_rank)
             self._drains.worker(task, worker.metadata.node_id)
             asked.append(worker.execute_async(membership.enlist, self._registrar.ticket, task))
         needed().get(asked)
@@ -84,26 +144,34 @@ class Regime:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_EVERY
                 self._free()
-                for task, reason in self._drains.news():
-                    self._registrar.dismiss(task, reason)
+                self._dismiss()
 
     def _take(self, event: Event) -> None:
         with self._lock:
             if event.kind == "assigned":
                 seats = self._registrar.assignment() or []
-                self._worlds += 1
-                self._waiting -= {seat["task"] for seat in seats}
+                self._roll.placed({seat["task"] for seat in seats})
                 logger.info("a world of %d ranks has formed", len(seats))
             elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
-                self._waiting.discard(event.task)
+                self._roll.ended(event.task)
                 self._drains.ended(event.task)
                 logger.info("worker %d: %s", event.task, event.text or event.kind)
             elif event.kind == "aborted":
                 logger.warning("the job has ended: %s", event.text)
 
-    def _free(self) -> None:
-        """Lets workers go on that wait in a report while a new one waits for the next world, which takes them all."""
+    def _dismiss(self) -> None:
+        """Has workers leave nodes that Ray drains, as long as enough others train."""
+        news = self._drains.news()
         with self._lock:
-            waits = self._worlds > 0 and bool(self._waiting)
+            for task, reason in news:
+                self._roll.has_to_leave(task, reason)
+            leaving = self._roll.dismissals()
+        for task, reason in leaving:
+            self._registrar.dismiss(task, reason)
+
+    def _free(self) -> None:
+        """Lets workers go on that wait in a report for a rank that does not come."""
+        with self._lock:
+            waits = self._roll.blocks_reports()
         if waits:
             self._barrier.reset.remote()

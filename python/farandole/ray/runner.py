@@ -13,7 +13,7 @@ from farandole.ray.adapter import Adapter, BaseParams, renamed
 from farandole.ray.elastic_v2 import ElasticParams
 from farandole.ray.results import Waiting, hand_over
 from farandole.ray.strategy import ColocatedStrategy, PGStrategy, current_placement_group
-from farandole.ray.utils import map_blocking, needed
+from farandole.ray.utils import is_client, map_blocking, needed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -278,7 +278,9 @@ class RayExecutor:
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         use_current_placement_group: Whether the placement group that the caller runs in is used, if there is one.
         min_workers: Makes the job elastic: the smallest number of ranks.
-        max_workers: Largest number of ranks of an elastic job; default: no limit.
+        max_workers: Largest number of ranks of an elastic job; default: as many as the cluster has slots for when a
+            `run` begins, whether they are free or not; with `override_discovery=False`, as many as are found at any
+            time.
         reset_limit: Number of changes of the world after which an elastic job fails.
         cooldown_range: Seconds for which a node gets no new worker after a failure there: after the first one, and at
             most.
@@ -349,7 +351,7 @@ class RayExecutor:
         num_workers_per_host = renamed("num_slots", num_slots, "num_workers_per_host", num_workers_per_host)
         cpus_per_worker = renamed("cpus_per_slot", cpus_per_slot, "cpus_per_worker", cpus_per_worker)
         gpus_per_worker = renamed("gpus_per_slot", gpus_per_slot, "gpus_per_worker", gpus_per_worker)
-        if max_workers is not None and not min_workers:
+        if max_workers is not None and min_workers is None:
             raise ValueError(f"max_workers is for elastic jobs, which need min_workers: max_workers={max_workers}")
         if min_workers is not None and num_workers is not None:
             raise ValueError(f"pass min_workers, for an elastic job, or num_workers: {min_workers=}, {num_workers=}")
@@ -394,7 +396,7 @@ class RayExecutor:
         if self.adapter is not None:
             raise RuntimeError("the workers have been started already; call shutdown first")
         # The registrar of an elastic job has to be where the workers reach it.
-        self._remote = self.params.elastic and _is_client()
+        self._remote = self.params.elastic and is_client()
         if self._remote:
             remote: Any = needed().remote(num_cpus=0)(self.params.adapter)
             self.adapter = remote.remote(self.settings, self.params)
@@ -485,10 +487,3 @@ class RayExecutor:
             raise RuntimeError("the workers have not been started: call start first")
         asked = getattr(self.adapter, method)
         return needed().get(asked.remote(*args)) if self._remote else asked(*args)
-
-
-def _is_client() -> bool:
-    """Whether this process reaches its cluster by Ray Client."""
-    from ray.util.client import ray as client  # noqa: PLC0415 - Ray may be absent
-
-    return client.is_connected()

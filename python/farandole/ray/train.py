@@ -37,7 +37,10 @@ __all__ = ["FarandoleConfig", "HorovodConfig", "HorovodTrainer"]
 class FarandoleConfig(BackendConfig):
     """Has the workers of a trainer form a world, which `init` in the training function joins.
 
+    It is the `backend_config` of `DataParallelTrainer`, and the `torch_config` of `TorchTrainer`.
+
     Attributes:
+        backend: What `TorchTrainer` takes for the name of a backend of `torch.distributed`. It sets up none.
         elastic: Whether a worker that fails is replaced while the others keep their state: the training function is
             then one for elastic jobs, with a `State`. Otherwise Ray starts all workers again, from their last
             checkpoint. Both count as failures for `ray.train.FailureConfig(max_failures=...)`.
@@ -49,6 +52,7 @@ class FarandoleConfig(BackendConfig):
         ValueError: A number is out of range, or this version of Ray always restarts all workers.
     """
 
+    backend: ClassVar[str] = "farandole"
     elastic: bool = False
     min_workers: int | None = None
     reset_limit: int | None = None

@@ -36,3 +36,10 @@ def needed() -> Any:
     except ImportError as error:
         raise ImportError('farandole.ray needs Ray: pip install "farandole[ray]"') from error
     return ray
+
+
+def is_client() -> bool:
+    """Whether this process reaches its cluster by Ray Client."""
+    from ray.util.client import ray as client  # noqa: PLC0415 - as above
+
+    return client.is_connected()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SECRET: Final = "FARANDOLE_STORE_SECRET"  # noqa: S105 - its name
 """Variable with the secret of the store's owner; only the driver needs it."""
 MARKER: Final = "_run.json"
+VERSION: Final = 1
+"""The version of the marker's format. A marker of a newer version is refused."""
 _KEPT: Final = 2
 """Contents of one name that are known beside the newest: the one of before, and one that a loss of power kept back."""
 
@@ -49,6 +51,9 @@ def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
         name: of the checkpoint.
         data: its content.
         key: of the run; `None` without a secret.
+
+    Raises:
+        ValueError: A newer version of Farandole wrote the marker.
     """
     known = _known(run)
     fresh = _entry(data, key)
@@ -56,7 +61,7 @@ def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
     if not others and run.exists(name) and key is None:
         others = [_entry(run.read(name), None)]  # of a version that left no marker
     known[name] = [fresh, *others[:_KEPT]]
-    text = json.dumps({"version": 1, "run": run.url.rpartition("/")[2], "checkpoints": known})
+    text = json.dumps({"version": VERSION, "run": run.url.rpartition("/")[2], "checkpoints": known})
     durable.write(run, MARKER, text.encode())
 
 
@@ -68,6 +73,9 @@ def fault(run: native.Store, name: str, data: bytes, key: bytes | None) -> str |
         name: of the checkpoint; the one before is known by the name of the last.
         data: its content.
         key: of the run; `None` without a secret.
+
+    Raises:
+        ValueError: A newer version of Farandole wrote the marker.
     """
     known = _known(run).get(name.removesuffix(durable.PREVIOUS), [])
     if not known and key is None:
@@ -92,11 +100,19 @@ def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
 
 
 def _known(run: native.Store) -> dict[str, list[dict[str, Any]]]:
-    """The entries of the marker; none where there is no marker that can be read."""
+    """The entries of the marker; none where there is no marker that can be read. A newer format is an error."""
     if not run.exists(MARKER):
         return {}
     try:
-        told = json.loads(run.read(MARKER))["checkpoints"]
-        return {name: [one for one in entries if isinstance(one, dict)] for name, entries in told.items()}
+        marker = json.loads(run.read(MARKER))
+        version, told = marker.get("version", VERSION), marker["checkpoints"]
+        newer = isinstance(version, int) and version > VERSION
+        known = {name: [one for one in entries if isinstance(one, dict)] for name, entries in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
+    if newer:
+        raise ValueError(
+            f"{run.url}/{MARKER} has format {version}, and this version of Farandole knows up to format {VERSION}: "
+            "continue the run with the version that began it, or a newer one"
+        )
+    return known

@@ -544,66 +544,6 @@ fn help(flag: &Flag) -> String {
     format!("{}{}", flag.help, variable.unwrap_or_default())
 }
 
-/// The page that says what every flag does: `docs/reference/command-line.md`.
-#[cfg(test)]
-pub(crate) fn reference() -> String {
-    let mut page = String::from(
-        "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli reference`; do not edit. -->\n\n\
-         `farandole run [FLAGS] COMMAND...`, and `horovodrun [FLAGS] COMMAND...` of the drop-in package, which is the same \
-         command.\nA flag has priority over the file of `--config-file`, the file over a variable, a variable over the default.\n\
-         Variables begin with `FARANDOLE_`. If one is not set, the same name with `HOROVOD_` is read.\n\n\
-         | flag | what it does | key in the file | variable |\n| --- | --- | --- | --- |\n",
-    );
-    let text = |text: &str| text.trim().replace('|', "\\|");
-    for flag in FLAGS {
-        let mut names: Vec<String> = flag.single.iter().map(|name| format!("`-{name}`")).collect();
-        names.extend(flag.short.map(|short| format!("`-{short}`")));
-        names.push(format!("`--{}`", flag.name));
-        names.extend(flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")));
-        let effect = match flag.does {
-            Does::Nothing(why) => format!("accepted, means nothing here: {why}"),
-            _ => flag.help.to_owned(),
-        };
-        let key = flag.key.map_or(String::new(), |(section, key)| format!("`{section}.{key}`"));
-        page.push_str(&format!(
-            "| {} | {} | {key} | {} |\n",
-            names.join(", "),
-            text(&effect),
-            variable(flag.does)
-        ));
-    }
-    for (name, knob) in knob_flags() {
-        let variable = format!("`{PREFIX}{}`", knob.name);
-        page.push_str(&format!(
-            "| `--{name}` | {} | `farandole.{}` | {variable} |\n",
-            text(knob.doc),
-            knob.key
-        ));
-    }
-    page.push_str(
-        "| `-v`, `--version` | Print the version |  |  |\n| `-h`, `--help` | Print the flags |  |  |\n",
-    );
-    let ignored = IGNORED_VARIABLES.map(|(name, flag)| format!("`{name}` (`--{flag}`)")).join(", ");
-    page.push_str(&format!(
-        "\nThese Horovod variables mean nothing here, for the same reason as the flag. The command prints that once: {ignored}.\n"
-    ));
-    page.push_str(
-        "\nThe exit status is that of the worker that failed first, 128 + n for signal n, and 1 when the job could not \
-         begin or a host was lost.\n",
-    );
-    page
-}
-
-#[cfg(test)]
-fn variable(does: Does) -> String {
-    let key = match does {
-        Does::Sets(key) | Does::SetsMib(key) | Does::Turns(key, _) => key,
-        Does::Nothing(_) | Does::Own => return String::new(),
-    };
-    let knob = KNOBS.iter().find(|knob| knob.key == key);
-    knob.map_or(String::new(), |knob| format!("`{PREFIX}{}`", knob.name))
-}
-
 /// Checks a value against what its flag takes; the text as knobs read it.
 ///
 /// # Errors

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::ArgMatches;
 use farandole::launcher::elastic::ElasticJob;
 
-use super::flags::{Does, FLAGS, IGNORED_VARIABLES, Takes, knob_flags, reference};
+use super::flags::{Does, FLAGS, IGNORED_VARIABLES, Takes, knob_flags};
 use super::options::RunOptions;
 use crate::arguments;
 
@@ -276,16 +276,6 @@ fn every_knob_with_a_flag_is_one() {
     let twice = FLAGS.iter().filter(|flag| flag.takes == Takes::Nothing && flag.key.is_some());
     assert!(twice.count() > 3);
     run.debug_assert();
-}
-
-#[test]
-fn the_reference_says_what_the_command_does() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/command-line.md");
-    if farandole::config::environment("FARANDOLE_WRITE").is_some() {
-        std::fs::write(path, reference()).unwrap();
-    }
-    let page = std::fs::read_to_string(path).unwrap();
-    assert!(page == reference(), "run FARANDOLE_WRITE=1 cargo test -p farandole-cli reference");
 }
 
 #[test]

@@ -32,9 +32,11 @@ from farandole.runner.show.training import telling
 from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import SparkBackend
 from farandole.spark.common.data.copies import encoded
+from farandole.spark.common.data.existing import Existing
 from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.data.reference import with_statistics, with_stored_statistics
 from farandole.spark.common.data.schema import check_types
+from farandole.spark.common.data.tidying import tidy
 from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
 from farandole.spark.common.model.classes import ClassParams
 from farandole.spark.common.params import EstimatorParams
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.data.sides import Split
     from farandole.runner.backend import Backend
+    from farandole.spark.common.data.existing import Paths
     from farandole.spark.common.runs.fingerprint import Part
     from farandole.spark.common.runs.tracking import Tracker
     from farandole.stores.store import AbstractFilesystemStore
@@ -118,16 +121,22 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         params: dict[Param[Any], Any] | None = None,
         dataset_idx: int | None = None,
         *,
+        path: Paths | None = None,
+        val_path: Paths | None = None,
         ui: bool = False,
         timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
-        """Trains on the Parquet data that is already in the store, without a DataFrame.
+        """Trains on Parquet data that exists already, in the store or at a path, without a DataFrame.
 
         With `backend=LocalBackend(...)` no Spark session is needed. Validation data is used when it is there.
 
         Args:
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
+            path: the training rows, if they are not in the store: a file, a pattern such as `/data/2024-*/*.parquet`, a
+                directory, a Delta or Iceberg table, or a list of files, directories and patterns. All training
+                processes must see them.
+            val_path: the same for the validation rows.
             ui: whether to open the run viewer on the store and print its link.
             timeline: file for one timeline of all ranks, with aligned clocks, that opens in Perfetto; `True` keeps it
                 in the run, where the run viewer opens it.
@@ -137,12 +146,15 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
+            FileNotFoundError: nothing is at a path.
             FarandoleJobError: a worker failed.
             RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or parameters.
         """
         self._show(ui)
         with gathered(timeline), mapped(params is not None):
-            return (self.copy(params) if params else self)._fit_prepared(dataset_idx)
+            return (self.copy(params) if params else self)._fit_prepared(
+                dataset_idx, Existing.at(path, val_path, dataset_idx)
+            )
 
     def _show(self, ui: bool) -> None:
         if ui and self.getStore() is not None:
@@ -183,6 +195,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
+                tidy(store, self.getGcOlderThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one took.
@@ -190,8 +203,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     def _fit_frame(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
+        from farandole.data.frames import is_frame
         from farandole.data.prepare import prepare, spec_of
-        from farandole.data.sources import is_frame, open_source
+        from farandole.data.sources import open_source
 
         if not is_frame(dataset):
             kind = type(dataset)
@@ -210,23 +224,24 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
+                tidy(store, self.getGcOlderThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
                 return self._train(self._backend(), counted, shown)  # as above
 
-    def _fit_prepared(self, dataset_idx: int | None) -> Any:
+    def _fit_prepared(self, dataset_idx: int | None, given: Existing | None) -> Any:
         self._check()
         backend, store = self._backend(), self._store()
-        found = find_data(store, self._roles(), dataset_idx)
+        where = given or Existing.in_store(store, dataset_idx)
+        found = find_data(store, self._roles(), dataset_idx, where)
         if store.saving_runs():
             store.check_writable()
         backend.check()
         wish = replace(self._wish(), split=None)  # it is split already
-        made = encoded(store, found, self._roles(), wish, allow_nan=self.getAllowNan())
+        made = encoded(store, found, where, self._roles(), wish, allow_nan=self.getAllowNan())
         with progress(self.getVerbose()) as shown, made as prepared:
             shown.message(_described(prepared))
-            url = store.get_train_data_path(dataset_idx)
-            counted = with_stored_statistics(prepared, url, self._roles(), wanted=self.getStatistics())
+            counted = with_stored_statistics(prepared, where.train, self._roles(), wanted=self.getStatistics())
             return self._train(self._backend(), counted, shown)  # as in `_fit`
 
     def _check(self) -> None:
@@ -405,6 +420,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
             asked["output_form"] = form
+        if self.getTransformationFn() is not None:
+            names = ("transformation_fn", "transformation_edit_fields", "transformation_removed_fields")
+            asked |= {name: self.getOrDefault(name) for name in names if self.getOrDefault(name) is not None}
         if prepared.statistics is not None:
             asked["statistics"] = prepared.statistics
         if prepared.encoding is None:

@@ -15,6 +15,7 @@ from farandole.spark.common.parameter import Parameter, Parameters, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from datetime import timedelta
 
     from farandole.data.statistics import Statistics
     from farandole.runner.backend import Backend
@@ -99,6 +100,11 @@ class EstimatorParams(Parameters):
         '`"force"` also continues a run that was started with other data, another model or other parameters.',
         check.choice("auto", "force"),
         default="auto",
+    )
+    gc_older_than: Parameter[str | float | timedelta] = Parameter(
+        "`fit` deletes prepared data of the store that is older and not in use: an age such as `30d`, or seconds.",
+        check.optional(values.age),
+        default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.", check.at_least(1), default=None
@@ -221,6 +227,7 @@ class EstimatorParams(Parameters):
     setPartitionsPerProcess, getPartitionsPerProcess = accessors("partitions_per_process")
     setRunId, getRunId = accessors("run_id")
     setResume, getResume = accessors("resume")
+    setGcOlderThan, getGcOlderThan = accessors("gc_older_than")
     setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
     setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
     setLabelShapes, getLabelShapes = accessors("label_shapes")
@@ -299,11 +306,27 @@ class ModelParams(Parameters):
     statistics: Parameter[Statistics | Mapping[str, Any]] = Parameter(
         "Statistics of the rows that the model was trained with, for `drift`.", values.statistics, default=None
     )
+    transformation_fn: Parameter[Callable[..., Any]] = Parameter(
+        "As in the estimator; predictions take it with `apply_transformation`.", check.function, default=None
+    )
+    transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
+        "As in the estimator.", values.edit_fields, default=None
+    )
+    transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
+        "As in the estimator.", check.names_if_any, default=None
+    )
+    apply_transformation: Parameter[bool] = Parameter(
+        "Whether `transformation_fn` changes features before they are predicted, too.", check.flag, default=False
+    )
     verbose: Parameter[int] = Parameter("0 shows no messages about predictions.", check.at_least(0), default=1)
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.", check.anything, default=None
     )
 
+    setTransformationFn, getTransformationFn = accessors("transformation_fn")
+    setTransformationEditFields, getTransformationEditFields = accessors("transformation_edit_fields")
+    setTransformationRemovedFields, getTransformationRemovedFields = accessors("transformation_removed_fields")
+    setApplyTransformation, getApplyTransformation = accessors("apply_transformation")
     setStatistics = accessors("statistics")[0]
     setSignature, getSignature = accessors("signature")
     setFill, getFill = accessors("fill")

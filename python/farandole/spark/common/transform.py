@@ -8,7 +8,7 @@ with `batched` takes and returns whole batches, a dict of arrays whose first axi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +71,36 @@ class Transformation:
                 raise ValueError(
                     f"transformation_fn returned {len(values)} values of column {name!r} out of {rows} rows"
                 )
+        return made
+
+    def of_features(self, names: Sequence[str]) -> Transformation:
+        """The same for predictions, whose rows have no labels.
+
+        Args:
+            names: of the features.
+        """
+        return replace(self, edits=[one for one in self.edits if one[0] in names])
+
+    def predicted(self, arrays: Arrays, names: Sequence[str]) -> Arrays:
+        """The features of rows that are predicted.
+
+        Args:
+            arrays: features by name, rows first; at least one row.
+            names: of the features that the model takes.
+
+        Raises:
+            ValueError: as when it is called; the function asks for another column, or leaves out a feature.
+        """
+        try:
+            made = self(arrays)
+        except KeyError as error:
+            raise ValueError(
+                f"transformation_fn asks for column {error}: in predictions it gets only the features, which are "
+                f"{', '.join(names)}"
+            ) from None
+        lacking = [name for name in names if name not in made]
+        if lacking:
+            raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")
         return made
 
     def _whole(self, arrays: Arrays) -> Arrays:

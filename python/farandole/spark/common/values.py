@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import names, text
+from farandole.common.check import names, positive, text
 
 if TYPE_CHECKING:
     from farandole.stores.store import Store
@@ -84,6 +85,26 @@ def run_id(name: str, value: Any) -> str:
     if any(part in ("", ".", "..") for part in text(name, value).split("/")):
         raise ValueError(f"{name} must name a directory below the store's runs: {value!r}")
     return value
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def age(name: str, value: Any) -> float:
+    """An age, such as "30d", as seconds.
+
+    Args:
+        name: of the parameter.
+        value: a number with a unit, a `timedelta`, or seconds.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, str):
+        number, unit = value[:-1].strip(), _UNITS.get(value[-1:])
+        if unit is None or not (number.isascii() and number.isdigit()):
+            raise ValueError(f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}")
+        value = int(number) * unit
+    return positive(name, value)
 
 
 def features(name: str, value: Any) -> list[str | list[str]]:

@@ -156,6 +156,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             kinds=(),
             batch_size=self.getBatchSize(),
             encoding=self._encoding(),
+            transformation=self._sent_transformation(),
         )
 
 

@@ -33,14 +33,22 @@ def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str
         given: by the user; these win.
         *more: losses, metrics and optimizers, in any structure.
     """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public door
-        _add(layer, found, seen, 0)
     compiled = getattr(model, "_compile_config", None)
-    for one in (*more, getattr(compiled, "config", None)):
-        _add(one, found, seen, 0)
+    found = _all(*model._flatten_layers(), *more, getattr(compiled, "config", None))  # noqa: SLF001 - no public door
     return {**found, **given}
+
+
+def trained_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict[str, Any]:
+    """Names and objects of the user's that decide what a model learns: all but its metrics.
+
+    Args:
+        model: built.
+        compiled: the arguments that it was compiled with.
+        *more: losses and optimizers, in any structure.
+    """
+    metrics = _all(compiled.get("metrics"), compiled.get("weighted_metrics"))
+    found = _all(*model._flatten_layers(), *more)  # noqa: SLF001 - as above
+    return {name: one for name, one in found.items() if name not in metrics}
 
 
 def dumps(value: Any) -> bytes:
@@ -73,6 +81,14 @@ def travelling(callbacks: list[Any]) -> list[Any]:
             if name in vars(one):
                 vars(one)[name] = None
     return copies
+
+
+def _all(*values: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for one in values:
+        _add(one, found, seen, 0)
+    return found
 
 
 def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from farandole.spark.common.runs.digests import arrays, class_name, digest, short
 from farandole.spark.common.runs.fingerprint import INITIAL, Part
 from farandole.spark.keras.compiled import compile_arguments
+from farandole.spark.keras.objects import trained_objects
 
 _ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module", "registered_name", "shared_object_id"})
 
@@ -32,14 +33,15 @@ def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
     words = arrays(weights)
     used: Any = keras.optimizers.get(optimizer) if optimizer is not None else model.optimizer
     told = {name: one for name, one in used.get_config().items() if name != "name"}
+    lost = known.get("loss") if loss is None else loss
+    code = trained_objects(model, known, lost)  # of which the architecture says the names alone
     rate = told.get("learning_rate")
     rate = f"{rate:.6g}" if isinstance(rate, int | float) else short(rate)
     parts = [
-        Part("model", digest([_architecture(model), shapes]), f"{class_name(model)} of {numbers:,} numbers"),
+        Part("model", digest([_architecture(model), shapes, code]), f"{class_name(model)} of {numbers:,} numbers"),
         Part(INITIAL, words, words[:8]),
-        Part("optimizer", digest([type(used).__qualname__, told]), f"{class_name(used)}(learning_rate={rate})"),
+        Part("optimizer", digest([type(used), told]), f"{class_name(used)}(learning_rate={rate})"),
     ]
-    lost = known.get("loss") if loss is None else loss
     return parts if lost is None else [*parts, Part.of("loss", lost)]
 
 

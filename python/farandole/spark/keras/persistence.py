@@ -3,14 +3,17 @@
 """The saved parts of a Keras estimator and model.
 
 A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also has the part
-"custom_objects", a pickle of these. Loading the latter runs code, loading the former does not.
+"custom_objects", a pickle of these, and if it was trained with a `transformation_fn`, the part "transformation", a
+pickle of it. Loading a pickle runs code, loading the model does not. Where pickles are refused, the model is loaded
+without its transformation.
 
 An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import logging
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import cloudpickle
 
@@ -19,12 +22,16 @@ from farandole.spark.common.model.outputs import describe
 from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
 from farandole.spark.keras import payload
 from farandole.spark.keras.objects import custom_objects, dumps, travelling
+from farandole.stores.consent import PickleNotAllowedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from farandole.spark.keras.estimator import KerasEstimator
     from farandole.spark.keras.model import KerasModel
+
+_TRANSFORMATION: Final = "transformation"
+_log = logging.getLogger("farandole")
 
 
 class KerasModelWriter(ParamsWriter):
@@ -39,6 +46,9 @@ class KerasModelWriter(ParamsWriter):
         objects = custom_objects(model, given)
         if objects:
             parts["custom_objects"] = pickling.dumps(objects)
+        function = values.pop("transformation_fn", None)
+        if function is not None:
+            parts[_TRANSFORMATION] = pickling.dumps(function)
         return values, parts
 
 
@@ -90,6 +100,13 @@ class KerasModelReader(ParamsReader["KerasModel"]):
             ) from error
         if objects:
             loaded.setCustomObjects(objects)
+        if _TRANSFORMATION in parts and self._objects is None and not self._told_safe:
+            try:
+                self.check_code(path)
+            except PickleNotAllowedError:
+                _log.warning("the transformation_fn saved at %s is not loaded, since it is a pickle", path)
+            else:
+                loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION]))
 
 
 class KerasEstimatorParamsWriter(ParamsWriter):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.spark.common.model.classes import Added
+    from farandole.spark.common.transform import Transformation
     from farandole.spark.keras.job import Shape
 
 _KEPT = 2
@@ -53,6 +54,8 @@ class Predictor:
     """Categories, and what takes the place of nulls."""
     added: Added | None = None
     """Columns in Spark ML's manner."""
+    transformation: bytes | None = None
+    """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
@@ -125,19 +128,41 @@ class Predictor:
         """
         from farandole.spark.keras.arrays import input_arrays
 
-        return input_arrays(*self._values(batch, model), batch.num_rows)
+        values = self._transformed(self._columns(batch))
+        return input_arrays(self._shape(values, model), values, batch.num_rows)
 
-    def _values(self, batch: pa.RecordBatch, model: Any) -> tuple[Shape, dict[str, npt.NDArray[Any]]]:
-        """The model's inputs, and the columns that they are made of."""
-        from farandole.data.columns import Column
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name for group in self.groups for name in group]
+
+    @cached_property
+    def _transformation(self) -> Transformation | None:
+        import cloudpickle
+
+        return None if self.transformation is None else cloudpickle.loads(self.transformation)
+
+    def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+        """The columns of the model's inputs, before the transformation."""
         from farandole.spark.common.model.arrow import features
+
+        texts = self.transformation is not None
+        return features(batch, self.columns, self._names, self.encoding, fixed=True, texts=texts)
+
+    def _transformed(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Columns after the transformation, of one row at least."""
+        if self._transformation is None:
+            return columns
+        made = self._transformation.predicted(columns, self._names)
+        return {name: made[name] for name in self._names}
+
+    def _shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> Shape:
+        """The model's inputs, made of these columns."""
+        from farandole.data.columns import Column
         from farandole.spark.keras.arrays import inputs_of
         from farandole.spark.keras.job import Shape
 
-        names = [name for group in self.groups for name in group]
-        values = features(batch, self.columns, names, self.encoding, fixed=True)
         columns = {name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()}
-        return Shape(*inputs_of(model, self.groups, columns), None), values
+        return Shape(*inputs_of(model, self.groups, columns), None)
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """What the model returns of some rows, (rows, elements) per output.
@@ -152,10 +177,11 @@ class Predictor:
 
         from farandole.spark.keras.arrays import flat_outputs, model_inputs, output_keys, told_misfit
 
-        shape, values = self._values(batch, model)
+        columns = self._columns(batch)
         parts: list[list[npt.NDArray[Any]]] = []
         for start in range(0, count, self.batch_size):
-            some = {name: one[start : start + self.batch_size] for name, one in values.items()}
+            some = self._transformed({name: one[start : start + self.batch_size] for name, one in columns.items()})
+            shape = self._shape(some, model)
             size = min(self.batch_size, count - start)
             try:
                 with _no_gradients(self.backend):

@@ -144,4 +144,5 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             use_gpu=self.getUseGpu(),
             encoding=self._encoding(),
             function=self._prediction_fn(),
+            transformation=self._sent_transformation(),
         )

@@ -23,12 +23,13 @@ def parts_of(model: torch.nn.Module, optimized: torch.optim.Optimizer | None) ->
     state = model.state_dict()
     numbers = sum(value.numel() for value in state.values() if hasattr(value, "numel"))
     words = arrays(state)
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
     parts = [
-        Part("model", digest(module(model)), f"{class_name(model)} of {numbers:,} numbers"),
+        Part("model", digest([module(model), frozen]), f"{class_name(model)} of {numbers:,} numbers"),
         Part(INITIAL, words, words[:8]),
     ]
     if optimized is not None:
-        parts.append(Part("optimizer", digest([type(optimized).__qualname__, optimizer(optimized)]), _told(optimized)))
+        parts.append(Part("optimizer", digest([type(optimized), optimizer(optimized)]), _told(optimized)))
     return parts
 
 

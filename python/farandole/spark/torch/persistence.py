@@ -3,8 +3,8 @@
 """The saved parts of PyTorch estimators and models.
 
 A model has the parts "state" and "objects". "state" contains the weights as safetensors (or as a zip of torch, if
-safetensors does not have their type), and loading it runs no code. "objects" is a pickle of module, optimizer and loss,
-in which every weight is a reference into "state"; loading it runs code.
+safetensors does not have their type), and loading it runs no code. "objects" is a pickle of module, optimizer, loss and
+transformation, in which every weight is a reference into "state"; loading it runs code.
 
 An estimator has only the part "objects": a pickle of its model, optimizer, functions and other objects.
 """
@@ -25,7 +25,7 @@ from farandole.spark.torch import payload, tensorfile
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel
 
-_OBJECTS = ("model", "optimizer", "loss", "loss_constructors")
+_OBJECTS = ("model", "optimizer", "loss", "loss_constructors", "transformation_fn")
 _ZIP = b"PK"
 
 

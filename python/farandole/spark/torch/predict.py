@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from farandole.spark.common.model.classes import Added
+    from farandole.spark.common.transform import Transformation
 
 _KEPT = 2
 _MODELS: dict[str, Any] = {}
@@ -54,6 +55,8 @@ class Predictor:
     """Columns in Spark ML's manner."""
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
+    transformation: bytes | None = None
+    """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
         """The same, knowing what its predictions become.
@@ -131,20 +134,33 @@ class Predictor:
         Args:
             batch: whose columns go by number.
         """
-        columns = self._columns(batch)
+        columns = self._tensors(self._columns(batch))
         return [self._input(columns, index) for index in range(len(self.features))]
 
-    def _columns(self, batch: pa.RecordBatch) -> dict[str, torch.Tensor]:
-        import torch
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name for group in self.features for name in group]
 
+    @cached_property
+    def _transformation(self) -> Transformation | None:
+        import cloudpickle
+
+        return None if self.transformation is None else cloudpickle.loads(self.transformation)
+
+    def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
         from farandole.spark.common.model.arrow import features
 
-        names = [name for group in self.features for name in group]
-        return {
-            # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
-            name: torch.from_numpy(np.require(values, requirements=("C", "W")))
-            for name, values in features(batch, self.columns, names, self.encoding).items()
-        }
+        return features(batch, self.columns, self._names, self.encoding, texts=self.transformation is not None)
+
+    def _tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """The tensors of some rows, one at least, after the transformation."""
+        import torch
+
+        if self._transformation is not None:
+            columns = self._transformation.predicted(columns, self._names)
+            columns = {name: columns[name] for name in self._names}
+        # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
+        return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """What the model returns of some rows, (rows, elements) per output.
@@ -162,7 +178,7 @@ class Predictor:
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
         for start in range(0, batch.num_rows, self.batch_size):
-            part = {name: values[start : start + self.batch_size] for name, values in columns.items()}
+            part = self._tensors({name: values[start : start + self.batch_size] for name, values in columns.items()})
             some = [self._input(part, index).to(device) for index in range(len(self.features))]
             with torch.inference_mode():
                 try:

@@ -31,12 +31,13 @@ import cloudpickle
 from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.columns import Roles, check_present
-from farandole.data.datasets import linked, open_dataset
+from farandole.data.datasets import is_place, linked, open_dataset
 from farandole.data.encoding import Encoding, sources_of
 from farandole.data.learning import Learner, Wish, encoding_at, needed, note_encoding
 from farandole.data.prepare import PreparedData as Prepared
 from farandole.data.prepare import columns_of, described, other_split, spec_of, texts
 from farandole.spark.common.data import plan
+from farandole.spark.common.data.existing import Existing
 from farandole.spark.job.session import Cluster
 
 if TYPE_CHECKING:
@@ -317,31 +318,36 @@ def _prepare(
     return described(place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done))
 
 
-def find_data(store: AbstractFilesystemStore, roles: Roles, idx: int | None = None) -> Prepared:
-    """The data set that is already in the store, prepared by us or by anybody.
+def find_data(
+    store: AbstractFilesystemStore, roles: Roles, idx: int | None = None, where: Existing | None = None
+) -> Prepared:
+    """The data set that exists already, prepared by us or by anybody.
 
     Args:
-        store: where it is.
+        store: where it is, or where the file goes by which workers find data of elsewhere.
         roles: the columns that will be used.
-        idx: number of the data set.
+        idx: number of the data set in the store.
+        where: the place of the rows, if not in the store.
 
     Returns:
         What was found; validation data is used when it is there.
 
     Raises:
         ValueError: no data set, or a column is not in it.
+        FileNotFoundError: nothing is at a path that was given.
     """
-    url = store.get_train_data_path(idx)
-    if not store.is_parquet_dataset(url):
-        raise ValueError(f"there is no training data at {url}")
-    train = open_dataset(url)
-    encoding = encoding_at(url)
+    there = where or Existing.in_store(store, idx)
+    if isinstance(there.train, str) and not there.given and not store.is_parquet_dataset(there.train):
+        raise ValueError(f"there is no training data at {there.train}")
+    train = open_dataset(there.train)
+    encoding = encoding_at(there.train) if isinstance(there.train, str) and is_place(there.train) else None
     columns = columns_of(((one.name, one.dtype, one.shape) for one in train.columns), encoding)
     check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
-    val_url = store.get_val_data_path(idx)
-    val = open_dataset(val_url) if store.is_parquet_dataset(val_url) else None
+    val = None
+    if there.val is not None and (there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))):
+        val = open_dataset(there.val)
     if train.rows == 0:
-        raise ValueError(f"there are no rows at {url}")
+        raise ValueError(f"there are no rows at {there.train}")
     return Prepared(
         index=idx,
         train_url=linked(store, train),

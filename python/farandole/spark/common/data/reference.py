@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from farandole._native import prepare as native
+from farandole.data.datasets import is_place
 from farandole.data.encoding import sources_of
 from farandole.data.sources import open_source
 from farandole.data.statistics import kept_statistics, statistics_at, statistics_of
-from farandole.spark.common.data.copies import format_of
+from farandole.spark.common.data.existing import format_of, is_prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,12 +42,12 @@ def with_statistics(prepared: Prepared, rows: Any, present: Sequence[str], roles
     )
 
 
-def with_stored_statistics(prepared: Prepared, url: str, roles: Roles, *, wanted: bool) -> Prepared:
-    """Data that was in the store before a fit, with the statistics of its rows, as `with_statistics`.
+def with_stored_statistics(prepared: Prepared, paths: str | list[str], roles: Roles, *, wanted: bool) -> Prepared:
+    """Data that existed before a fit, with the statistics of its rows, as `with_statistics`.
 
     Args:
         prepared: the data, or its encoded copy.
-        url: of the data.
+        paths: of the data.
         roles: of the columns.
         wanted: whether to compute them, in one more pass over the rows.
 
@@ -56,18 +56,20 @@ def with_stored_statistics(prepared: Prepared, url: str, roles: Roles, *, wanted
     """
 
     def compute() -> Statistics:
-        if native.read_manifest(url) is not None:
+        if is_prepared(paths):
             raise ValueError(
-                f"the data at {url} was prepared without statistics: pass statistics=True to prepare_data, too"
+                f"the data at {paths} was prepared without statistics: pass statistics=True to prepare_data, too"
             )
-        source = open_source(url, format=format_of(url))
+        source = open_source(paths, format=format_of(paths))
         return statistics_of(source, sources_of([*roles.features, *roles.labels], source.schema.names))
 
-    return _added(prepared, url, roles, compute if wanted else None)
+    return _added(prepared, paths, roles, compute if wanted else None)
 
 
-def _added(prepared: Prepared, url: str, roles: Roles, compute: Callable[[], Statistics] | None) -> Prepared:
-    kept = statistics_at(url)
+def _added(
+    prepared: Prepared, paths: str | list[str], roles: Roles, compute: Callable[[], Statistics] | None
+) -> Prepared:
+    kept = statistics_at(paths) if isinstance(paths, str) and is_place(paths) else None
     if kept is None or not set(sources_of([*roles.features, *roles.labels], kept.columns)) <= set(kept.columns):
         kept = None if compute is None else compute()
     return prepared if kept is None else replace(prepared, statistics=kept)

@@ -61,7 +61,13 @@ def fill_of(fill: Any, name: str) -> Fill | None:
 
 
 def features(
-    batch: pa.RecordBatch, present: Sequence[str], names: Iterable[str], encoding: Encoding, *, fixed: bool = False
+    batch: pa.RecordBatch,
+    present: Sequence[str],
+    names: Iterable[str],
+    encoding: Encoding,
+    *,
+    fixed: bool = False,
+    texts: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
     """Columns as arrays by name, as they were in training; of nested columns padded rows and, beside them, lengths.
 
@@ -71,6 +77,7 @@ def features(
         names: of the columns that are wanted.
         encoding: categories and what replaces nulls and NaN.
         fixed: whether lists of different lengths are padded to the largest length.
+        texts: whether strings and bytes are welcome, as objects.
 
     Raises:
         ValueError: as `rows`.
@@ -81,6 +88,8 @@ def features(
         if name in encoding.ragged:
             return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
         column = encoding.column(name, places, lambda source: batch.column(places[source]))
+        if texts and _is_text(column.type) and not column.null_count:
+            return np.array([*column.to_pylist(), None], dtype=object)[:-1]  # one more, or NumPy looks into them
         return rows(column, name, None if name in encoding.categories else fill_of(encoding.fill, name))
 
     found = {name: one(name) for name in names}
@@ -119,6 +128,13 @@ def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[A
     if pa.types.is_struct(kind) and {field.name for field in kind} == {"type", "size", "indices", "values"}:
         return _vectors(column, name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        of_kind(kind)
+        for of_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    )
 
 
 def vectors(values: npt.NDArray[Any]) -> pa.StructArray:

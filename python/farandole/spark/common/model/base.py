@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from pyspark.ml import Model
 
+from farandole.common import pickling
 from farandole.data.columns import Roles, check_present
 from farandole.data.encoding import Encoding
 from farandole.spark.common.data.schema import check_types
@@ -21,6 +22,7 @@ from farandole.spark.common.model.classes import Added, ClassParams
 from farandole.spark.common.model.outputs import add_predictions, found_outputs, numbered
 from farandole.spark.common.params import ModelParams
 from farandole.spark.common.show.progress import Lines
+from farandole.spark.common.transform import Transformation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,7 +252,31 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             raise ValueError("model, feature_columns and label_columns are required")
         roles = Roles(features=tuple(name for group in features for name in group), labels=())
         check_present(roles, dataset.columns, "DataFrame")
-        check_types(roles, dataset.schema, categories=self.getCategories())
+        texts = self._transformation() is not None
+        check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
+
+    def _transformation(self) -> Transformation | None:
+        """What changes features before they are predicted.
+
+        Raises:
+            ValueError: it is asked for, and the model has no function.
+        """
+        if not self.getApplyTransformation():
+            return None
+        function = self.getTransformationFn()
+        if function is None:
+            raise ValueError(
+                "apply_transformation needs a transformation_fn: the estimator had none, or the model was loaded "
+                "without saved code; setTransformationFn sets one"
+            )
+        edits, removed = self.getTransformationEditFields() or (), self.getTransformationRemovedFields() or ()
+        names = [name for group in self._inputs() for name in group]
+        return Transformation(function, edits, removed).of_features(names)
+
+    def _sent_transformation(self) -> bytes | None:
+        """The same, as tasks get it."""
+        found = self._transformation()
+        return None if found is None else pickling.dumps(found)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self._check_columns(dataset)

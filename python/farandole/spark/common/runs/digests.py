@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Digests of what users give to estimators: values, tensors, functions, modules, and objects of any class.
 
-A digest is the same in another process: it contains no address, no order of a set and no path of a file. A function is
-represented by its code, its defaults and its closure, a class by its name, and an object by its class and its public
-plain values.
+A digest is the same in another process: it contains no address, no order of a set, no path and no line of a file. A
+function is represented by its code, its defaults and its closure, a class by its functions, plain values and bases, and
+an object by its class and its public plain values.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from farandole.spark.common.runs.code import is_array, is_users, local_name, of_class, of_function
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_DEEPEST = 6
+_DEEPEST = 8
 _SHORT = 60
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _HEX = 16
-_FRAMEWORKS = ("torch", "keras", "lightning", "pytorch_lightning", "torchmetrics", "tensorflow", "jax", "numpy")
 
 
 def digest(value: Any) -> str:
@@ -33,7 +36,7 @@ def digest(value: Any) -> str:
     Args:
         value: plain, or of any class; what cannot be looked into counts by its class.
     """
-    return hashlib.sha256(json.dumps(_told(value, 0, ()), sort_keys=True).encode()).hexdigest()[:_HEX]
+    return hashlib.sha256(json.dumps(_Telling().whole(value), sort_keys=True).encode()).hexdigest()[:_HEX]
 
 
 def short(value: Any) -> str:
@@ -49,7 +52,7 @@ def short(value: Any) -> str:
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(short(one) for one in value) + "]"
     elif inspect.isroutine(value) or inspect.isclass(value):
-        text = str(getattr(value, "__qualname__", value)).rpartition("<locals>.")[2]
+        text = local_name(value) or str(value)
     elif isinstance(value, functools.partial):
         text = f"partial({short(value.func)})"
     else:
@@ -63,7 +66,7 @@ def class_name(value: Any) -> str:
     Args:
         value: any.
     """
-    return type(value).__qualname__.rpartition("<locals>.")[2]
+    return local_name(type(value))
 
 
 def arrays(named: Mapping[str, Any]) -> str:
@@ -79,12 +82,12 @@ def arrays(named: Mapping[str, Any]) -> str:
 
 
 def module(value: Any) -> list[Any]:
-    """The architecture of a torch module: its parts by name, what they say of themselves, and the shapes they hold.
+    """The architecture of a torch module: its parts by name, their classes, what they say, and the shapes they hold.
 
     Args:
         value: a `torch.nn.Module`.
     """
-    parts = [[name, type(one).__qualname__, *_of_part(one)] for name, one in value.named_modules()]
+    parts = [[name, type(one), *_of_part(one)] for name, one in value.named_modules()]
     held = [[name, *_form(one)] for name, one in value.state_dict().items()]
     return [parts, held]
 
@@ -92,14 +95,15 @@ def module(value: Any) -> list[Any]:
 def _of_part(part: Any) -> list[Any]:
     """A module's own description; for a user's module, or one without a description, its plain public values."""
     words = part.extra_repr()
-    if words and type(part).__module__.partition(".")[0] in _FRAMEWORKS:
+    if words and not is_users(type(part)):
         return [words]
-    return [words, [list(one) for one in sorted(_plain(vars(part))) if one[0] != "training"]]
+    own = _plain(vars(part), bool | int | float | str | types.FunctionType | functools.partial)
+    return [words, [list(one) for one in sorted(own, key=lambda one: one[0]) if one[0] != "training"]]
 
 
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _plain(values: Mapping[str, Any], kinds: Any = bool | int | float | str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if not name.startswith("_") and isinstance(value, bool | int | float | str):
+        if not name.startswith("_") and isinstance(value, kinds):
             yield name, value
 
 
@@ -117,77 +121,83 @@ def _array(value: Any) -> str:
     else:
         import numpy as np  # noqa: PLC0415 - as above
 
-        content = np.ascontiguousarray(value).tobytes()
+        plain = np.ascontiguousarray(value)
+        content = repr(plain.tolist()).encode() if plain.dtype.hasobject else plain.tobytes()
     return f"{_form(value)} {hashlib.sha256(content).hexdigest()}"
 
 
-def _told(value: Any, depth: int, above: tuple[int, ...]) -> Any:
-    """A value as JSON that is the same in every process."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth > _DEEPEST or id(value) in above:
-        return ["deep", type(value).__qualname__]
-    go = functools.partial(_told, depth=depth + 1, above=(*above, id(value)))
-    tell = next((tell for kinds, tell in _PLAIN if isinstance(value, kinds)), None)
-    if tell is not None:
-        return tell(value, go)
-    if inspect.isclass(value) or inspect.isroutine(value):
-        return ["named", getattr(value, "__qualname__", "")]
-    if inspect.ismodule(value):  # torch and NumPy have what their arrays have: a name `dtype`
-        return ["named", value.__name__]
-    return _object(value, go)
+class _Telling:
+    """Values as JSON that is the same in every process. Each function and class is told once, and named by a number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._code: list[Any] = []
+
+    def whole(self, value: Any) -> list[Any]:
+        """A value, and after it all functions and classes that it leads to."""
+        first = self._told(value, 0, ())
+        return [first, [self._body(one) for one in self._code]]  # which finds more on the way
+
+    def _body(self, value: Any) -> Any:
+        go = functools.partial(self._told, depth=1, above=())
+        return of_class(value, go) if inspect.isclass(value) else of_function(value, go)
+
+    def _told(self, value: Any, depth: int, above: tuple[int, ...]) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, types.FunctionType) or inspect.isclass(value):
+            return self._named(value)
+        if depth > _DEEPEST or id(value) in above:
+            return ["deep", class_name(value)]
+        go = functools.partial(self._told, depth=depth + 1, above=(*above, id(value)))
+        tell = next((tell for kinds, tell in _PLAIN if isinstance(value, kinds)), None)
+        if tell is not None:
+            return tell(value, go)
+        if inspect.isroutine(value) or inspect.ismodule(value):  # torch and NumPy have a name `dtype`, as arrays
+            return ["named", local_name(value) or value.__name__]
+        return _object(value, go)
+
+    def _named(self, value: Any) -> list[Any]:
+        if not is_users(value):
+            return ["named", local_name(value)]
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._code)
+            self._code.append(value)
+        return ["code", self._numbers[id(value)]]
 
 
 def _mapping(value: dict[Any, Any], go: Any) -> Any:
-    return {"dict": sorted(([str(key), go(one)] for key, one in value.items()), key=lambda pair: pair[0])}
+    return {
+        "dict": [[key, go(one)] for key, one in sorted(((_key(key), one) for key, one in value.items()), key=_first)]
+    }
 
 
 def _set(value: set[Any], go: Any) -> Any:
-    return {"set": sorted(json.dumps(go(one), sort_keys=True) for one in value)}
+    return {"set": [go(one) for one in sorted(value, key=_key)]}
 
 
-def _function(value: types.FunctionType, go: Any) -> Any:
-    """A function: its code, its defaults, what its closure holds, and the plain values and functions it names."""
-    if value.__module__.partition(".")[0] in _FRAMEWORKS:
-        return ["named", value.__qualname__]
-    cells = []
-    for cell in value.__closure__ or ():
-        try:
-            cells.append(go(cell.cell_contents))
-        except ValueError:  # not filled yet
-            cells.append("empty")
-    used = []
-    for name in sorted(_names(value.__code__) - {"__file__", "__name__", "__doc__"}):
-        found = value.__globals__.get(name)
-        own = isinstance(found, types.FunctionType) and found.__module__ == value.__module__
-        if own or isinstance(found, bool | int | float | str | tuple):
-            used.append([name, go(found)])
-    return ["function", _code(value.__code__), go(value.__defaults__), go(value.__kwdefaults__), cells, used]
+def _first(pair: tuple[str, Any]) -> str:
+    return pair[0]
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return set(code.co_names).union(*(_names(one) for one in inner))
-
-
-def _code(code: types.CodeType) -> list[Any]:
-    """The code itself, without its place and its comments."""
-    constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
-    return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames)]
-
-
-def _constant(value: Any) -> str:
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+def _key(value: Any) -> str:
+    """A word to sort by, which is the same in another process."""
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return local_name(value)
+    if isinstance(value, frozenset | tuple):
+        keys = [_key(one) for one in value]
+        return str(keys if isinstance(value, tuple) else sorted(keys))
+    return value if isinstance(value, str) else _ADDRESS.sub("", repr(value))
 
 
 def _object(value: Any, go: Any) -> Any:
     """An object of any other class."""
-    name, torch = type(value).__qualname__, sys.modules.get("torch")
+    kind, torch = go(type(value)), sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.nn.Module):
-        return ["module", name, module(value), arrays(value.state_dict())]
+        return ["module", kind, go(module(value)), arrays(value.state_dict())]
     if hasattr(value, "dtype") and (hasattr(value, "detach") or hasattr(value, "__array__")):
         return ["array", _array(value)]
-    return ["object", name, go(_kept(value, torch))]
+    return ["object", kind, go(_kept(value, torch))]
 
 
 def _kept(value: Any, torch: Any) -> dict[str, Any]:
@@ -208,8 +218,9 @@ def _kept(value: Any, torch: Any) -> dict[str, Any]:
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute of an object says how it works: numbers, words and functions do."""
-    return value is None or isinstance(value, bool | int | float | str | types.FunctionType | functools.partial)
+    """Whether an attribute of an object says how it works: numbers, words, arrays, collections and functions do."""
+    plain = bool | int | float | str | list | tuple | dict | set | types.FunctionType | functools.partial
+    return value is None or isinstance(value, plain) or is_array(value)
 
 
 def optimizer(value: Any) -> list[dict[str, Any]]:
@@ -231,6 +242,5 @@ _PLAIN: tuple[tuple[Any, Any], ...] = (
     (set | frozenset, _set),
     (functools.partial, lambda value, go: ["partial", go(value.func), go(value.args), go(value.keywords)]),
     (types.MethodType, lambda value, go: ["method", go(value.__func__), go(value.__self__)]),
-    (types.FunctionType, _function),
 )
 """How values of Python's own classes are told."""

@@ -50,10 +50,14 @@ ELSEWHERE = frozenset(
         "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
         "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
         "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
-        "statistics",
+        "statistics", "gc_older_than",
     }
 )  # fmt: skip
-"""The result does not depend on it, or only on the last digits."""
+"""The result does not depend on it, or only on the last digits.
+
+`num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here nevertheless, because a
+run must be able to go on with the processes that there are, as an elastic job does.
+"""
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
 INITIAL = "initial weights"
@@ -76,6 +80,8 @@ _SHOWN = frozenset(
 _READERS = 16
 _TAIL = 8
 _HEX = 16
+_VERSION = 2
+"""Of what digests contain: those of another version cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +156,21 @@ class Fingerprint:
     def to_json(self) -> str:
         """As text for a file."""
         parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
-        return json.dumps({"version": 1, "parts": parts}, indent=1)
+        return json.dumps({"version": _VERSION, "parts": parts}, indent=1)
 
     @classmethod
     def of_json(cls, text: bytes | str) -> Self | None:
-        """The fingerprint of a file; `None` where it cannot be read.
+        """The fingerprint of a file; `None` where it cannot be read, or is of another version.
 
         Args:
             text: what `to_json` returned.
         """
         try:
-            told = json.loads(text)["parts"]
-            return cls(tuple(Part(str(one["name"]), str(one["digest"]), str(one["told"])) for one in told))
+            whole = json.loads(text)
+            if whole["version"] != _VERSION:
+                return None
+            parts = tuple(Part(str(one["name"]), str(one["digest"]), str(one["told"])) for one in whole["parts"])
+            return cls(parts)
         except (ValueError, KeyError, TypeError):
             return None
 

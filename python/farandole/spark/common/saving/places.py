@@ -3,19 +3,22 @@
 """The store and the backend of a saved estimator: the store's URLs, and the backend's kind and numbers.
 
 These contain no secrets: no storage options, no user, no environment, no stream. To use the estimator elsewhere, set
-`store` and `backend` as for a new one. The user's own classes are not saved.
+`store` and `backend` as for a new one. The user's own classes are not saved, which a warning says.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any, Final
 
-from farandole.spark.common import backend as backends
-from farandole.spark.common import store as stores
-
-BACKENDS: Final = ("SparkBackend", "LocalBackend")
-STORES: Final = ("FilesystemStore", "LocalStore", "ObjectStore", "HDFSStore", "DBFSLocalStore")
+_STORES: Final = "farandole.spark.common.store"
+_BACKENDS: Final = "farandole.spark.common.backend"
+CLASSES: Final = {
+    "store": dict.fromkeys(("FilesystemStore", "LocalStore", "ObjectStore", "HDFSStore", "DBFSLocalStore"), _STORES),
+    "backend": {"SparkBackend": _BACKENDS, "LocalBackend": _BACKENDS, "RayBackend": "farandole.ray"},
+}
+"""The modules of the classes that are saved, by parameter. They are imported by name, since Ray may be absent."""
 _OPTIONS: Final = "had_options"
 _log = logging.getLogger("farandole")
 
@@ -27,12 +30,16 @@ def told(values: dict[str, Any]) -> dict[str, Any]:
         values: parameters that are set, by name.
     """
     found: dict[str, Any] = {}
-    store, backend = values.get("store"), values.get("backend")
-    if isinstance(store, stores.AbstractFilesystemStore) and _is_one_of(store, stores, STORES):
-        options = {_OPTIONS: True} if store.has_options() else {}
-        found["store"] = {"class": type(store).__name__, "arguments": store.plain()} | options
-    if isinstance(backend, backends.SparkBackend | backends.LocalBackend) and _is_one_of(backend, backends, BACKENDS):
-        found["backend"] = {"class": type(backend).__name__, "arguments": backend.plain()}
+    for name in CLASSES:
+        value = values.get(name)
+        if value is None:
+            continue
+        if not _is_known(name, value):
+            _log.warning("the %s is a %s, which is not saved: set one after loading", name, type(value).__qualname__)
+            continue
+        found[name] = {"class": type(value).__name__, "arguments": value.plain()}
+        if name == "store" and value.has_options():
+            found[name][_OPTIONS] = True
     return found
 
 
@@ -44,14 +51,14 @@ def put(loaded: Any, saved: Any, path: str) -> None:
         saved: what `told` returned.
         path: it was loaded from, for messages.
     """
-    for name, module, known in (("store", stores, STORES), ("backend", backends, BACKENDS)):
+    for name, known in CLASSES.items():
         entry = saved.get(name) if isinstance(saved, dict) else None
         if entry is None:
             continue
         try:
-            kind = {one: getattr(module, one) for one in known}[entry["class"]]
+            kind = getattr(importlib.import_module(known[entry["class"]]), entry["class"])
             loaded.setParams(**{name: kind(**entry["arguments"])})
-        except (ValueError, TypeError, KeyError, OSError) as error:
+        except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
             _log.warning("the %s that was saved at %s cannot be created here, so set one: %s", name, path, error)
             continue
         if entry.get(_OPTIONS):
@@ -62,6 +69,10 @@ def put(loaded: Any, saved: Any, path: str) -> None:
             )
 
 
-def _is_one_of(value: Any, module: Any, names: tuple[str, ...]) -> bool:
+def _is_known(name: str, value: Any) -> bool:
     """Whether a value is of a class of ours, and not of one derived from it, whose arguments nobody knows."""
-    return any(type(value) is getattr(module, name) for name in names)
+    kind = type(value)
+    module = CLASSES[name].get(kind.__name__)
+    if module is None or kind.__module__.partition(".")[0] != "farandole":
+        return False
+    return getattr(importlib.import_module(module), kind.__name__) is kind

@@ -2,15 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The directory of a saved estimator or model, and how one save replaces another.
 
-    metadata/part-*             one JSON object: class, uid, parameters, and "save", which names the data of it
+    metadata/part-*             one JSON object: class, uid, parameters, and "save": its data, number and format
     data/save=<id>/*.parquet    rows of (part, chunk, bytes): named parts, cut in pieces
 
 An overwriting save adds before it deletes. The new data goes to its own directory. The new metadata follows, as one
 file that appears as a whole. From then on the new save is valid: readers use the metadata with the highest number. The
 old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
 
-Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too,
-and earlier versions read what is written here: a directory `save=<id>` is a partition to Spark.
+Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too.
+Earlier versions read what is written here: a directory `save=<id>` is a partition to Spark. A save of a newer format is
+refused.
 
 Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
 `az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+FORMAT = 1
+"""The version of these files."""
 _CHUNK = 16 << 20
 _DATA = "part string, chunk int, bytes binary"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -114,7 +117,9 @@ class Saved:
         identity = uuid.uuid4().hex
         data = f"data/save={identity}"
         number = 1 + max((_number(one) for one in before), default=0)
-        text = json.dumps({**metadata, "save": {"data": data, "number": number}}, separators=(",", ":"))
+        text = json.dumps(
+            {**metadata, "save": {"data": data, "number": number, "format": FORMAT}}, separators=(",", ":")
+        )
         self._files.write_rows(data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)])
         self._files.write_text(identity, text)
         self._synchronize()
@@ -145,11 +150,19 @@ class Saved:
 
         Raises:
             FileNotFoundError: nothing was saved there.
+            ValueError: a newer version of Farandole saved it.
         """
         saves = _saves(self._files.texts())
         if not saves:
             raise FileNotFoundError(f"nothing was saved at {self._path}")
-        return max(saves, key=lambda one: (one["class"] == kind, _number(one)))
+        last = max(saves, key=lambda one: (one["class"] == kind, _number(one)))
+        version = last.get("save", {}).get("format", FORMAT)
+        if version > FORMAT:
+            raise ValueError(
+                f"what is saved at {self._path} has format {version}, and this version of Farandole reads up to format "
+                f"{FORMAT}: load it with the version that saved it, or a newer one"
+            )
+        return last
 
     def parts(self, metadata: dict[str, Any]) -> dict[str, bytes]:
         """The parts that belong to metadata.

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.show.chart import Chart
-from farandole.spark.common.show.progress import Progress, scores
+from farandole.spark.common.show.progress import Progress, Remaining, scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +38,8 @@ class Notebook(Progress):
         self._history: list[dict[str, Any]] = []
         self._now = ""
         self._steps: list[tuple[float, float]] = []
-        self._done, self._drawn = 0.0, 0.0
-        self._begun: tuple[float, float] | None = None
+        self._drawn = 0.0
+        self._left = Remaining()
         self._handle: Any = display(HTML(self._page()), display_id=True)
 
     def message(self, text: str) -> None:
@@ -58,7 +58,7 @@ class Notebook(Progress):
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""
         place = report["epoch"] + report["step"] / max(report["steps"], 1)
-        self._reaches(place / report["epochs"])
+        self._left.step(report)
         if self._steps and place <= self._steps[-1][0]:
             self._steps = [one for one in self._steps if one[0] < place]  # an epoch comes again after a restart
         self._steps.append((place, report["loss"]))
@@ -75,25 +75,11 @@ class Notebook(Progress):
         entry = report["entry"]
         self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
         self._history.append(entry)
-        self._reaches((entry["epoch"] + 1) / report["epochs"])
+        self._left.epoch(report)
         self._now = (
             f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, {report['rows_per_second']:,.0f} rows/s"
         )
         self._draw(now=True)
-
-    def _reaches(self, done: float) -> None:
-        """Takes note of how much is done, and when that began: a run may go on from a checkpoint."""
-        self._done = done
-        if self._begun is None or done < self._begun[1]:
-            self._begun = time.monotonic(), done
-
-    def _left(self) -> str:
-        """The time that is left if it goes on as it went."""
-        if self._begun is None or not self._begun[1] < self._done < 1:
-            return ""
-        began, before = self._begun
-        seconds = (time.monotonic() - began) * (1 - self._done) / (self._done - before)
-        return f", about {_told(seconds)} left"
 
     def _draw(self, *, now: bool) -> None:
         clock = time.monotonic()
@@ -104,9 +90,9 @@ class Notebook(Progress):
     def _page(self) -> str:
         bar = (
             '<div style="width:360px;height:8px;background:#ddd">'
-            f'<div style="width:{self._done:.1%};height:8px;background:#3465a4"></div></div>'
+            f'<div style="width:{self._left.done:.1%};height:8px;background:#3465a4"></div></div>'
         )
-        now = self._now + self._left() if self._now else ""
+        now = ", ".join(filter(None, (self._now, str(self._left) if self._now else "")))
         text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
         chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
         return f'<div class="farandole-progress">{bar}<div>{text}</div>{chart}</div>'
@@ -117,13 +103,5 @@ class Notebook(Progress):
         """Draws what came last."""
         if error is not None:
             self._now = f"ended by {type(error).__name__}"
-            self._begun = None
+            self._left.ends()
         self._draw(now=True)
-
-
-def _told(seconds: float) -> str:
-    """A time in the unit that a reader would choose."""
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 _QUIET_SECONDS = 10.0
 _HIDDEN = ("epoch", "seconds", "rows")
-_SHOWN = {"step": ("epochs", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
+_SURE_SECONDS = 1.0
+"""Before that, the speed of a fit is not known."""
+_SHOWN = {"step": ("epochs", "steps", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
 """What estimators add to a report, by its kind."""
 
 
@@ -72,6 +74,52 @@ class Progress(AbstractContextManager["Progress"]):
         """Leaves the terminal as it was."""
 
 
+class Remaining:
+    """The time that a fit still needs at its present speed.
+
+    What was done before the first report does not count, since a run may continue from a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0.0
+        self._begun: tuple[float, float] | None = None
+
+    def step(self, report: dict[str, Any]) -> None:
+        """Takes note of a report about a step.
+
+        Args:
+            report: of the kind `step`.
+        """
+        self._reaches((report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"])
+
+    def epoch(self, report: dict[str, Any]) -> None:
+        """Takes note of a report about an epoch.
+
+        Args:
+            report: of the kind `epoch`.
+        """
+        self._reaches((report["entry"]["epoch"] + 1) / report["epochs"])
+
+    def _reaches(self, done: float) -> None:
+        self.done = done
+        if self._begun is None or done < self._begun[1]:
+            self._begun = time.monotonic(), done
+
+    def ends(self) -> None:
+        """The fit has ended."""
+        self._begun = None
+
+    def __str__(self) -> str:
+        """A text such as `about 5 min left`; empty if the time is not known."""
+        if self._begun is None or not self._begun[1] < self.done < 1:
+            return ""
+        began, before = self._begun
+        took = time.monotonic() - began
+        if took < _SURE_SECONDS:
+            return ""
+        return f"about {_told(took * (1 - self.done) / (self.done - before))} left"
+
+
 class Lines(Progress):
     """A line per epoch, and one every ten seconds within long epochs.
 
@@ -81,6 +129,7 @@ class Lines(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
+        self._left = Remaining()
         self._spoken: float | None = None
 
     def message(self, text: str) -> None:
@@ -89,22 +138,28 @@ class Lines(Progress):
 
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""
+        self._left.step(report)
         now = time.monotonic()
         self._spoken = now if self._spoken is None else self._spoken
         if now - self._spoken >= _QUIET_SECONDS:
             self._spoken = now
             place = f"epoch {report['epoch'] + 1}/{report['epochs']}  batch {report['step']}/{report['steps']}"
-            self.message(f"{place}  loss {report['loss']:.4f}  {report['rows_per_second']:,.0f} rows/s")
+            self._line(f"{place}  loss {report['loss']:.4f}", report)
 
     def epoch(self, report: dict[str, Any]) -> None:
         """As `Progress.epoch`."""
+        self._left.epoch(report)
         self._spoken = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
-        self.message(f"{place}  {scores(report['entry'])}  {report['rows_per_second']:,.0f} rows/s")
+        self._line(f"{place}  {scores(report['entry'])}", report)
+
+    def _line(self, text: str, report: dict[str, Any]) -> None:
+        left = str(self._left)
+        self.message(f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else ""))
 
 
 class Bar(Progress):
-    """A live bar: epoch, batch, rows per second, loss and what the last validation gave."""
+    """A live bar: epoch, batch, rows per second, loss, what the last validation gave, and the time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -117,11 +172,13 @@ class Bar(Progress):
             MofNCompleteColumn(),
             TextColumn("{task.fields[speed]} rows/s  loss {task.fields[loss]}  {task.fields[validation]}"),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),  # rich's own column does not know where a run went on from
             console=Console(stderr=True),
         )
         self._rich.start()  # at once: what is printed from now on goes above the bar
         self._task: Any = None
         self._validation = ""
+        self._left = Remaining()
 
     def message(self, text: str) -> None:
         """As `Progress.message`."""
@@ -129,10 +186,12 @@ class Bar(Progress):
 
     def step(self, report: dict[str, Any]) -> None:
         """As `Progress.step`."""
+        self._left.step(report)
         self._show(report["epoch"], report["epochs"], report["step"], report["steps"], report)
 
     def epoch(self, report: dict[str, Any]) -> None:
         """As `Progress.epoch`."""
+        self._left.epoch(report)
         row = flat(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}
         self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
@@ -145,6 +204,7 @@ class Bar(Progress):
             "speed": f"{numbers['rows_per_second']:,.0f}",
             "loss": f"{numbers['loss']:.4f}",
             "validation": self._validation,
+            "left": str(self._left),
         }
         if self._task is None:
             self._task = self._rich.add_task("training", total=steps * epochs, **fields)
@@ -188,3 +248,11 @@ def scores(entry: dict[str, Any]) -> str:
         entry: of the history.
     """
     return "  ".join(f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN)
+
+
+def _told(seconds: float) -> str:
+    """A time in the unit that a reader would choose."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

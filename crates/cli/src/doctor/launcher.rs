@@ -13,11 +13,11 @@ use super::Page;
 const NAMED: usize = 16;
 
 /// Variables that name this process's rank: those that must be there, and who sets them. The first one has the rank.
-const STARTERS: [(&[&str], &str); 8] = [
+const LAUNCHERS: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
     (&["MV2_COMM_WORLD_RANK"], "mpirun_rsh of MVAPICH"),
-    (&["PMIX_RANK"], "a starter with PMIx"),
+    (&["PMIX_RANK"], "a launcher with PMIx"),
     (&["SLURM_PROCID", "SLURM_STEP_ID"], "srun"),
     (&["JSM_NAMESPACE_RANK"], "jsrun"),
     (&["RANK", "WORLD_SIZE"], "torchrun or alike"),
@@ -31,11 +31,11 @@ pub(super) fn section(page: &mut Page, here: &dyn Surroundings) {
     match allocation(here) {
         Ok(Some(found)) => batch(page, here, &found, ssh),
         Ok(None) => {
-            page.line("starter", "none: processes start on this host, or on those of -H and --hostfile");
+            page.line("launcher", "none: processes start on this host, or on those of -H and --hostfile");
             page.line("reached by", "ssh");
         }
         Err(error) => {
-            page.line("starter", &error.to_string());
+            page.line("launcher", &error.to_string());
             page.problems.push(format!("{error}: correct or unset the variable"));
         }
     }
@@ -48,7 +48,7 @@ fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool
     let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
     let hosts = found.hosts.len();
     page.line(
-        "starter",
+        "launcher",
         &format!("{}: {} with {}", found.system, counted(hosts as u64, "host"), counted(slots, "slot")),
     );
     page.line("hosts", &named(&found.hosts));
@@ -94,7 +94,7 @@ fn named(hosts: &[HostSlots]) -> String {
 
 /// Everybody who seems to have started this process.
 fn started_by(here: &dyn Surroundings) -> String {
-    let seen = STARTERS.iter().filter_map(|(variables, who)| {
+    let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
         let values: Option<Vec<String>> =
             variables.iter().map(|name| here.variable(name).map(|value| format!("{name}={value}"))).collect();
         Some(format!("{who} ({})", values?.join(", ")))
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn without_a_batch_system_there_is_this_host_and_ssh() {
         let page = page(&[], &["ssh"]);
-        assert!(page.text.contains("starter         none: "), "{}", page.text);
+        assert!(page.text.contains("launcher        none: "), "{}", page.text);
         assert!(page.text.contains("[X] ssh                     installed"), "{}", page.text);
         assert!(page.text.contains("this process    has no rank"), "{}", page.text);
         assert_eq!(page.problems, Vec::<String>::new());
@@ -157,7 +157,7 @@ mod tests {
             [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_TASKS_PER_NODE", "4(x2)")];
         let page = page(&slurm, &["srun"]);
         for line in [
-            "starter         Slurm: 2 hosts with 8 slots\n",
+            "launcher        Slurm: 2 hosts with 8 slots\n",
             "hosts           n1:4,n2:4\n",
             "reached by      srun\n",
             "[ ] ssh                     not installed",
@@ -171,7 +171,7 @@ mod tests {
     fn hosts_that_only_a_missing_ssh_reaches_are_a_problem() {
         let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/nodes")];
         let without = page(&pbs, &[]);
-        assert!(without.text.contains("starter         PBS: 2 hosts with 3 slots\n"), "{}", without.text);
+        assert!(without.text.contains("launcher        PBS: 2 hosts with 3 slots\n"), "{}", without.text);
         assert!(
             without.problems[0].starts_with("the hosts of PBS are reached by ssh"),
             "{:?}",

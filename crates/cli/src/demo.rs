@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! `farandole demo`: a first fit with what is installed. The Python package, which has the estimators, does the work.
+
+use anyhow::Result;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use crate::surroundings::Surroundings;
+
+/// Does the work: its `main` takes the store, then `local` if Spark shall not be started.
+const MODULE: &str = "farandole.spark.demo";
+
+/// The command line.
+pub(crate) fn command() -> Command {
+    Command::new("demo")
+        .about(
+            "Trains a small PyTorch network on generated data with two processes: on Spark local[2], or without Spark if \
+             there is no Java. Needs the extras torch and spark.",
+        )
+        .arg(
+            Arg::new("store")
+                .long("store")
+                .value_name("STORE")
+                .default_value("farandole-demo")
+                .help("Path of the store for the data and the run"),
+        )
+        .arg(Arg::new("local").long("local").action(ArgAction::SetTrue).help("Train without Spark"))
+}
+
+/// Runs it.
+pub(crate) fn demo(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Result<i32> {
+    let store = matches.get_one::<String>("store").cloned().unwrap_or_default();
+    let local = matches.get_flag("local").then(|| "local".to_owned());
+    let words: Vec<String> = std::iter::once(store).chain(local).collect();
+    surroundings.call(MODULE, &words).map_err(anyhow::Error::msg)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_store_has_a_default_and_spark_can_be_left_out() {
+        let read = |words: &[&str]| command().try_get_matches_from(words).unwrap();
+        let plain = read(&["demo"]);
+        assert_eq!(plain.get_one::<String>("store").map(String::as_str), Some("farandole-demo"));
+        assert!(!plain.get_flag("local"));
+        let local = read(&["demo", "--local", "--store", "/data"]);
+        assert_eq!(local.get_one::<String>("store").map(String::as_str), Some("/data"));
+        assert!(local.get_flag("local"));
+    }
+}

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A fit that deletes old prepared data of its store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.stores.store import AbstractFilesystemStore
+
+
+def tidy(store: AbstractFilesystemStore, older_than: float | None, tell: Callable[[str], None]) -> None:
+    """Deletes prepared data that is old and that no process uses; the fit goes on if it cannot.
+
+    Args:
+        store: of the fit, whose own data is in use.
+        older_than: age in seconds; `None` deletes nothing.
+        tell: gets what was deleted.
+    """
+    if older_than is None:
+        return
+    try:
+        gone = store.gc(older_than)
+    except OSError as error:
+        tell(f"old prepared data cannot be deleted: {error}")
+        return
+    if gone:
+        tell(f"deleted prepared data that was old and not in use: {', '.join(gone)}")

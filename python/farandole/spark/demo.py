@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The function of `farandole demo`: a first fit with the installed packages, on data that it generates.
+
+With a Java it trains on Spark `local[2]`, otherwise on two processes of this host. `TorchEstimator` does both.
+"""
+
+# ruff: noqa: T201 - printing is what it is for
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+    from pyspark.sql import SparkSession
+
+_NEEDED: Final = {"torch": "torch", "pyspark": "spark", "pyarrow": "spark", "pandas": "spark"}
+"""Modules, and the extra that installs each."""
+_ROWS: Final = 2000
+_CLASSES: Final = 10
+_PIXELS: Final = 64
+_BLUR: Final = 2.0
+"""Standard deviation of the noise on the pixels. The distance between two classes is about 11."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Trains, and prints the history, the paths of the run and how to see it in the browser.
+
+    Args:
+        words: The path of the store, then `local` if Spark shall not be started.
+
+    Returns:
+        The exit status; 1 if a package is missing, with a message that names the extras that install it.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(_NEEDED[name] for name in missing))
+        print(f"farandole: the demo needs {', '.join(missing)}: pip install 'farandole[{extras}]'", file=sys.stderr)
+        return 1
+    store, local = words[0], "local" in words[1:] or not _has_java()
+    _train(store, local=local)
+    command = "farandole" if shutil.which("farandole") else f"{os.path.relpath(sys.executable)} -m farandole"
+    print(f"see the run in the browser: {command} ui {store}")
+    return 0
+
+
+def _has_java() -> bool:
+    """Whether Spark can be started here."""
+    home = os.environ.get("JAVA_HOME")
+    return shutil.which("java") is not None or (home is not None and shutil.which(f"{home}/bin/java") is not None)
+
+
+def _rows() -> tuple[np.ndarray, np.ndarray]:
+    """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes. Always the same."""
+    import numpy as np  # noqa: PLC0415 - `main` checks first what is installed
+
+    random = np.random.default_rng(1)
+    classes = random.integers(_CLASSES, size=_ROWS)
+    pictures = random.normal(size=(_CLASSES, _PIXELS))
+    return (pictures[classes] + random.normal(scale=_BLUR, size=(_ROWS, _PIXELS))).astype(np.float32), classes
+
+
+def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The share of rows for which the largest output is that of their class.
+
+    Args:
+        output: One number for each class, by row.
+        label: The class of each row.
+    """
+    return (output.argmax(dim=1) == label).float().mean()
+
+
+def _session() -> SparkSession:
+    """A session of Spark on this host with two slots."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false")
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+def _train(path: str, *, local: bool) -> None:
+    """Fits a network with two processes, and prints what came of it."""
+    import pyarrow as pa  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    from farandole.spark.common import LocalBackend  # noqa: PLC0415
+    from farandole.spark.torch import TorchEstimator  # noqa: PLC0415
+
+    features, classes = _rows()
+    session = None if local else _session()
+    if session is None:
+        print("training on two processes of this host, without Spark", flush=True)
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), _PIXELS)
+        frame = pa.table({"features": flat, "label": classes})
+    else:
+        print(f"training on Spark {session.version}, local[2]", flush=True)
+        rows = list(zip(features.tolist(), classes.tolist(), strict=True))
+        frame = session.createDataFrame(rows, "features array<float>, label long")
+    torch.manual_seed(1)
+    network = torch.nn.Sequential(torch.nn.Linear(_PIXELS, 128), torch.nn.ReLU(), torch.nn.Linear(128, _CLASSES))
+    fitted = TorchEstimator(
+        num_proc=None if local else 2,
+        backend=LocalBackend(2) if local else None,
+        model=network,
+        optimizer=torch.optim.Adam(network.parameters(), lr=0.001),
+        loss=torch.nn.CrossEntropyLoss(),
+        metrics=[accuracy],
+        feature_cols=["features"],
+        label_cols=["label"],
+        validation=0.2,
+        batch_size=32,
+        epochs=10,
+        random_seed=1,
+        store=path,
+    ).fit(frame)
+    print(fitted.history_frame().to_string(index=False))
+    for what, place in fitted.getPaths().items():
+        print(f"{what:16}{place}")
+    if session is not None:
+        session.stop()

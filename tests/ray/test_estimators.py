@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The estimators of Keras and Lightning on Ray."""
+
+import sys
+
+import cloudpickle
+import numpy as np
+import pandas as pd
+import pytest
+
+from farandole.ray import RayBackend
+from farandole.spark.common.store import LocalStore
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def line():
+    """`y = 2 x + 1`."""
+    x = np.random.default_rng(0).normal(size=400).astype("float32")
+    return pd.DataFrame({"x": x, "y": 2 * x + 1})
+
+
+def test_keras_fits_there(resources, tmp_path, line, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    fitted = KerasEstimator(
+        backend=RayBackend(2, verbose=0),
+        store=LocalStore(str(tmp_path)),
+        model=keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=16,
+        epochs=8,
+        verbose=0,
+    ).fit(line)
+    kernel, bias = fitted.getModel().get_weights()
+    assert (kernel.item(), bias.item()) == pytest.approx((2, 1), abs=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
+def test_lightning_fits_there(resources, tmp_path, line):
+    import lightning
+    import torch
+
+    from farandole.spark.lightning import LightningEstimator
+
+    class Line(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.inner(x.reshape(-1, 1))[:, 0]
+
+        def training_step(self, batch, _index):
+            return torch.nn.functional.mse_loss(self(batch["x"]), batch["y"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fitted = LightningEstimator(
+        backend=RayBackend(2, verbose=0),
+        store=LocalStore(str(tmp_path)),
+        model=Line(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=16,
+        epochs=8,
+        verbose=0,
+    ).fit(line)
+    inner = fitted.getModel().inner
+    assert (inner.weight.item(), inner.bias.item()) == pytest.approx((2, 1), abs=0.1)
