@@ -127,7 +127,7 @@ def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
     until_only_sshd(bed, "h1", "h2")
 
 
-@pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0)])
+@pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0), (60.0, 90.0)])
 def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(hosts, seconds, peer_timeout):
     """A laptop that sleeps: nobody answers there. The ranks, whose links live, work on meanwhile."""
     bed = hosts("h1", "h2")

@@ -12,10 +12,6 @@ import zipfile
 from pathlib import Path
 
 import lightning
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tests.single.training import Here, fit, line, linear, weights, write
@@ -246,35 +242,31 @@ def test_a_run_with_a_truncated_checkpoint_ends_like_an_undisturbed_one(data, ca
     assert torch.allclose(weights(again), weights(whole), atol=1e-6)
 
 
-def test_a_run_of_keras_with_a_truncated_checkpoint_goes_on_from_the_one_before(tmp_path, caplog):
+def keras_fit(data, run, epochs):
     keras = pytest.importorskip("keras")
     from farandole.spark.keras import KerasEstimator
 
-    rows = pd.DataFrame({"x": np.linspace(0, 1, 32, dtype=np.float32), "y": np.linspace(0, 2, 32, dtype=np.float32)})
-    (tmp_path / "intermediate_train_data").mkdir()
-    pq.write_table(pa.Table.from_pandas(rows), tmp_path / "intermediate_train_data" / "part-0.parquet")
+    keras.utils.set_random_seed(1)
+    known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
+    made = KerasEstimator(
+        model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(0.05),
+        loss="mse",
+        epochs=epochs,
+        run_id=run,
+        store=LocalStore(str(data)),
+        backend=Here(),
+        **known,
+    )
+    return made.fit_on_parquet()
 
-    def fitted(epochs):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
-        made = KerasEstimator(
-            model=model,
-            optimizer=keras.optimizers.SGD(0.05),
-            loss="mse",
-            epochs=epochs,
-            run_id="r",
-            store=LocalStore(str(tmp_path)),
-            backend=Here(),
-            **known,
-        )
-        return made.fit_on_parquet()
 
-    first = fitted(2).getHistory()["loss"]
-    path = tmp_path / "runs" / "r" / "checkpoint"
+def test_a_run_of_keras_with_a_truncated_checkpoint_goes_on_from_the_one_before(data, caplog):
+    first = keras_fit(data, "r", 2).getHistory()["loss"]
+    path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(path.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING, "farandole"):
-        second = fitted(4).getHistory()["loss"]
+        second = keras_fit(data, "r", 4).getHistory()["loss"]
     assert "the run continues from the one before" in caplog.text
     assert len(second) == 4
     assert second[:2] == first

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from typing import Any
+
 import lightning
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from tests.single.training import Here, line, linear, weights, write
 
 import farandole.torch as hvd
@@ -211,6 +215,54 @@ def _train_by_name(name):
     told = (trainer.world_size, trainer.global_rank, sampler.num_replicas, sampler.rank)
     assert isinstance(trainer.strategy, farandole.lightning.FarandoleStrategy)
     return told, hvd.rank(), np.asarray(module.inner.weight.detach())
+
+
+def _train_without_pickle(folder):
+    import pickle
+
+    import cloudpickle
+    from torch.distributed import distributed_c10d
+
+    def refuse(*_, **__):
+        raise AssertionError("something was unpickled")
+
+    pickle.loads = pickle.load = pickle.Unpickler = refuse
+    cloudpickle.loads = cloudpickle.load = distributed_c10d._unpickler = refuse
+    x, y = line()
+    rows: Any = [{"x": torch.from_numpy(x[i]), "y": torch.tensor(y[i])} for i in range(len(y))]
+    trainer = lightning.Trainer(
+        strategy="farandole", accelerator="cpu", max_epochs=2, logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Timer(duration={"hours": 1})],
+    )  # fmt: skip
+    trainer.fit(Line(), torch.utils.data.DataLoader(rows, batch_size=8))
+    group: Any = torch.distributed.new_group([1])
+    written: Any = trainer.checkpoint_callback
+    return written.best_model_path, torch.distributed.get_world_size(group)
+
+
+def test_two_ranks_of_lightning_unpickle_nothing(tmp_path):
+    (first, outside), (second, inside) = LocalBackend(2, verbose=0).run(_train_without_pickle, (str(tmp_path),))
+    assert first == second
+    assert first.startswith(str(tmp_path))
+    assert (outside, inside) == (-1, 1)
+
+
+def _broadcast(objects):
+    strategy: Any = lightning.Trainer(
+        strategy="farandole", accelerator="cpu", logger=False, enable_checkpointing=False
+    ).strategy
+    alone = strategy.broadcast("before the session")
+    strategy.setup_distributed()
+    return alone, [strategy.broadcast(one if hvd.rank() == root else None, root) for root, one in objects]
+
+
+def test_lightning_broadcasts_objects_of_any_type():
+    objects = [(0, "a"), (1, {"rate": 0.5}), (1, {1, 2}), (0, Decimal("0.1"))]
+    assert (
+        LocalBackend(2, verbose=0).run(_broadcast, (objects,))
+        == [("before the session", [one for _, one in objects])] * 2
+    )
 
 
 @pytest.mark.parametrize("name", ["farandole", "horovod"])

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tests.spark.test_saved import METADATA, WRITES, Broken, breaking
 
 from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
+from farandole.spark.common.saving import saved
 
 HADOOP = ["hdfs", "name_service", "kerberos", "kerberos_privacy"]
 KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", *HADOOP]
@@ -52,6 +54,32 @@ def test_files_appear_whole_are_listed_and_go(store):
     store.check_writable()
     assert run.delete_all() == 1
     assert not store.exists(note)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
+@pytest.mark.parametrize("call", WRITES)
+def test_an_overwriting_save_that_fails_leaves_an_object(store, monkeypatch, call, after):
+    # As where Spark does not know the store: the object is written by the store itself.
+    monkeypatch.setattr(saved, "_spark_knows", lambda *_: False)
+    place = f"{store.prefix_path}/object"
+
+    def overwrite(data, *broken):
+        writing = saved.Saved(place, None)
+        for name in broken:
+            breaking(monkeypatch, writing, name, after=after)
+        writing.write(METADATA, {"weights": data}, overwrite=True)
+
+    def found():
+        reading = saved.Saved(place, None)
+        return reading.parts(reading.metadata())["weights"]
+
+    overwrite(b"old")
+    with pytest.raises(Broken):
+        overwrite(b"new", call)
+    assert found() == (b"new" if call == "write_text" and after else b"old")
+    overwrite(b"next")
+    assert found() == b"next"
+    assert len(native.Store(place).list()) == 2, "the rest of the object that failed is gone"
 
 
 def test_a_pickled_store_reaches_the_same_files(store):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pyspark import accumulators
 from pyspark.sql import SparkSession
+from tests.trust.soak import resident, servers
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import SparkBackend
@@ -76,6 +77,11 @@ def tasks_of(context):
     return sum(tracker.getStageInfo(stage).numActiveTasks for stage in tracker.getActiveStageIds())
 
 
+def temporary_files():
+    """Names of all files of the two processes."""
+    return [name for _, _, names in os.walk(os.environ["TMPDIR"]) for name in names]
+
+
 def held(session):
     """What the driver holds now."""
     context = session.sparkContext
@@ -83,6 +89,10 @@ def held(session):
     while tasks_of(context) and time.monotonic() < end:
         time.sleep(0.05)
     gc.collect()
+    # Spark deletes files of a shuffle after Java has collected what refers to it.
+    while any("shuffle_" in name for name in temporary_files()) and time.monotonic() < end:
+        context._jvm.java.lang.System.gc()
+        time.sleep(0.5)
     bus = context._jsc.sc().listenerBus()
     java = Path(f"/proc/{context._jvm.java.lang.ProcessHandle.current().pid()}")
     return {
@@ -92,6 +102,9 @@ def held(session):
         "accumulators": len(accumulators._accumulatorRegistry),
         "listeners": bus.listeners().size(),
         "persisted": context._jsc.getPersistentRDDs().size(),
+        "processes": servers(),
+        "temporary files": len(temporary_files()),
+        "memory": resident(),
         "descriptors of Java": len(os.listdir(java / "fd")),
         "threads of Java": len(os.listdir(java / "task")),
     }

@@ -27,6 +27,7 @@ from tests.trust.garbage import altered, cases, mutated, seconds
 
 import farandole
 from farandole.data import ParquetLoader
+from farandole.numpy import plain
 from farandole.runner import warm
 from farandole.spark.torch import tensorfile
 
@@ -315,3 +316,25 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
         line.settimeout(10.0)
         line.connect(str(place))
         assert line.recv(1) == b"r"
+
+
+def test_a_damaged_message_of_plain_values_is_an_error():
+    arrays = np.arange(6.0).reshape(2, 3), np.ones((0, 4)), np.float32(1)
+    sound = plain.pack({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
+    text, _, rest = sound.partition(b"\0")
+    told = json.loads(text)
+    taken = refused = 0
+
+    def case(draw):
+        nonlocal taken, refused
+        damaged = mutated(draw, sound)
+        if draw.random() < 0.7:
+            damaged = json.dumps(altered(draw, told)).encode() + b"\0" + rest
+        if raised(ValueError, plain.unpack, damaged) is None:
+            taken += 1
+        else:
+            refused += 1
+
+    cases(case)
+    assert taken > 0
+    assert refused > 0

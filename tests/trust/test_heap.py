@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -62,3 +63,31 @@ def test_memory_stays_within_half_more_than_what_is_alive():
                 # What was freed just now stays for the seconds in which somebody may take it again.
                 over = over + 1 if has > 1.5 * alive else 0
                 assert over < SEEN_WITHIN, told
+
+
+def rounds_with_a_set(count):
+    """Bytes by which rank 0 grows in rounds with a process set of its own."""
+    import torch
+
+    import farandole.torch as hvd
+
+    hvd.init(process_sets="dynamic")
+    before = 0
+    for number in range(count + 20):
+        if number == 20:
+            before = heap_soak.resident()
+        alone = hvd.add_process_set([0])
+        made = torch.ones(300_001), torch.empty(300_001)
+        hvd.remove_process_set(alone)
+        del made
+    time.sleep(3.0)  # what stays unused for two seconds goes back
+    hvd.barrier()
+    return heap_soak.resident() - before
+
+
+@pytest.mark.slow
+def test_process_sets_between_large_tensors_leave_no_memory_behind():
+    cloudpickle.register_pickle_by_value(heap_soak)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    growth = LocalBackend(2, verbose=0, env={"OMP_NUM_THREADS": "1"}, stderr=sys.stderr).run(rounds_with_a_set, (200,))
+    assert max(growth) < 64 * MIB, [one / MIB for one in growth]

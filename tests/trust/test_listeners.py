@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -159,7 +160,24 @@ def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
         assert not everywhere[1], "a rank that dials out has doors on loopback alone"
 
 
-def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path):
+DISCOVERED = ["-np", "2", "--min-np", "2", "--host-discovery-script"]
+COMMANDS = {
+    "fixed": (["-np", "2"], {}),
+    "elastic": (["-np", "2", "--min-np", "2", "-H", "localhost:2"], {}),
+    "elastic with discovered hosts": (DISCOVERED, {**SETTINGS["bind address"], **SETTINGS["port range"]}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["fixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in COMMANDS if kind != "fixed")]
+)
+def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path, kind):
+    flags, told = COMMANDS[kind]
+    if flags is DISCOVERED:
+        discover = tmp_path / "discover"
+        discover.write_text("#!/bin/sh\necho localhost:2\n")
+        discover.chmod(0o700)
+        flags = [*flags, str(discover)]
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\n"
@@ -171,13 +189,23 @@ def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path):
         "print('listens', sorted(listening()), sorted(above), flush=True)\n"
         "hvd.allgather_object(None)\n"
     )
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", sys.executable, str(script)]
+    command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script)]
     folder = str(Path(__file__).parents[2])
-    env = environment({"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])})
+    env = environment({"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]), **told})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    told = [line.partition("listens ")[2] for line in done.stdout.splitlines() if "listens" in line]
-    assert len(told) == 2
-    assert LOOPBACK in "".join(told)
-    assert EVERYWHERE not in "".join(told)
-    assert "('00000000000000000000000000000000'" not in "".join(told)
+    found = re.findall(r"\('([0-9A-F]+)', (\d+)\)", done.stdout)
+    assert done.stdout.count("listens") == 2
+    assert {address for address, _ in found} == {LOOPBACK}, done.stdout
+    assert kind != "elastic with discovered hosts" or all(int(port) in RANGE for _, port in found), done.stdout
+
+
+def test_the_run_viewer_listens_on_loopback_alone(monkeypatch, tmp_path):
+    from farandole.ui import Viewer
+
+    monkeypatch.setenv("FARANDOLE_BIND_ADDRESS", "0.0.0.0/0")
+    before = sockets.listening()
+    with Viewer((str(tmp_path),)):
+        ((address, _),) = sockets.listening() - before
+        assert address == LOOPBACK
+    assert sockets.listening() == before

@@ -11,15 +11,17 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
+from tests.single.test_checkpoint_safety import keras_fit, lightning_fit, torch_fit
 from tests.single.training import estimator, line, linear, write
 
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
-from farandole.spark.torch import TorchModel
+from farandole.spark.common.saving.saved import Saved
+from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.stores import seals
 
 pytestmark = [
@@ -57,6 +59,19 @@ def of_keras(mark):
         for name in ("config.json", "metadata.json", "model.weights.h5", "state.json"):
             out.writestr(name, plain(mark))
     return file.getvalue()
+
+
+def of_lambda(mark):
+    """A model of Keras whose layer touches the file when it is built."""
+    import keras
+
+    # Keras saves the code of a lambda, and of other functions the name.
+    name = str(mark)
+    layer = keras.layers.Lambda(lambda x: (__import__("pathlib").Path(name).touch(), x)[1], output_shape=(2,))
+    path = mark.with_name("lambda.keras")
+    keras.Sequential([keras.Input((2,)), layer]).save(path)
+    mark.unlink(missing_ok=True)
+    return path.read_bytes()
 
 
 POISONS = [pytest.param(plain, marks=pytest.mark.slow), of_torch, pytest.param(of_keras, marks=pytest.mark.slow)]
@@ -100,8 +115,16 @@ def test_the_poisons_work(mark):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
+@pytest.mark.slow
+def test_the_poison_of_keras_works(mark):
+    keras = pytest.importorskip("keras")
+    of_lambda(mark)
+    keras.saving.load_model(mark.with_name("lambda.keras"), safe_mode=False)(np.ones((1, 2)))
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fitted", [torch_fit, lightning_fit, pytest.param(keras_fit, marks=pytest.mark.slow)])
 def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted, poison):
     folder = tmp_path / "store"
     x, y = line(rows=32)
@@ -139,16 +162,70 @@ def test_no_file_of_prepared_data_has_its_code_run(tmp_path, mark, poison):
     assert any(name.endswith("_manifest.json") for name in each_poisoned(folder, mark, prepared, poison))
 
 
-@pytest.mark.parametrize("poison", POISONS)
-def test_no_file_of_a_saved_model_has_its_code_run_where_that_was_asked_for(tmp_path, mark, poison, spark):
+def torch_model():
+    """A model, and the ways to read it without code."""
+
+    def load(path):
+        TorchModel.read().model(linear()).load(path)
+        TorchModel.read().allow_pickle(False).load(path)
+
+    return TorchModel(model=linear(), feature_columns=["x"], label_columns=["y"]), load
+
+
+def keras_model():
+    """A model with a class of the user, and the ways to read it without the code that was saved."""
+    keras = pytest.importorskip("keras")
+    from farandole.spark.keras import KerasModel
+
+    class Double(keras.layers.Layer):
+        """Twice its inputs."""
+
+        def call(self, inputs):
+            return 2 * inputs
+
+    def load(path):
+        for reader in (
+            KerasModel.read().allow_pickle(False),
+            KerasModel.read().safe_mode(True),
+            KerasModel.read().custom_objects({"Double": Double}),
+        ):
+            with contextlib.suppress(Exception):
+                reader.load(path).getModel()(np.ones((1, 2)))
+
+    model = keras.Sequential([keras.Input((2,)), Double()])
+    return KerasModel(model=model, custom_objects={"Double": Double}, feature_columns=["x"], label_columns=["y"]), load
+
+
+def torch_estimator():
+    """An estimator, which is a pickle in parts."""
+    model = linear()
+    made = TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+    )
+    return made, lambda path: TorchEstimator.read().allow_pickle(False).load(path)
+
+
+@pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "made", [torch_model, *(pytest.param(one, marks=pytest.mark.slow) for one in (keras_model, torch_estimator))]
+)
+def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(tmp_path, mark, made, poison, spark):
     assert spark
-    folder = tmp_path / "model"
-    saved = TorchModel(model=linear(), feature_columns=["x"], label_columns=["y"])
+    folder = tmp_path / "saved"
+    saved, load = made()
     saved.write().overwrite().save(str(folder))
-
-    def load(copy):
-        TorchModel.read().model(linear()).load(str(copy))
-        TorchModel.read().allow_pickle(False).load(str(copy))
-
-    names = each_poisoned(folder, mark, load, poison)
+    names = each_poisoned(folder, mark, lambda copy: load(str(copy)), poison)
     assert any(name.endswith(".parquet") for name in names)
+    # A file of parts that is whole, and whose parts are poisoned.
+    reader = Saved(str(folder), spark)
+    metadata = reader.metadata()
+    parts = reader.parts(metadata)
+    for name in parts:
+        Saved(str(folder), spark).write(metadata, parts | {name: poison(mark)}, overwrite=True)
+        with contextlib.suppress(Exception):
+            load(str(folder))
+        assert not mark.exists(), name

@@ -5,8 +5,10 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+use std::collections::VecDeque;
 use std::io::{ErrorKind, Read as _};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -245,6 +247,46 @@ fn strangers_who_fill_every_place_do_not_keep_an_agent_out() {
     agent.await_assignment(soon()).unwrap();
     agent.put("key", b"value").unwrap();
     drop((strangers, later));
+}
+
+/// RG-2 under a flood: strangers who connect without end, from where the agents are, too.
+#[test]
+fn agents_are_served_while_strangers_flood_the_registrar() {
+    const AGENTS: u32 = 10;
+    let register = |registrar: &Registrar| {
+        let started = Instant::now();
+        for task in 0..AGENTS {
+            connect(registrar.ticket(), task).register(0, &host::facts(), soon()).unwrap();
+        }
+        started.elapsed()
+    };
+    let alone = register(&registrar(AGENTS));
+    let registrar = registrar(AGENTS);
+    let address = registrar.ticket().addresses()[0].clone();
+    let (over, made) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut kept = VecDeque::new();
+                while !over.load(Ordering::Relaxed) {
+                    let Ok(stream) = TcpStream::connect(&address) else { continue };
+                    kept.push_back(stream);
+                    made.fetch_add(1, Ordering::Relaxed);
+                    if kept.len() > 400 {
+                        drop(kept.pop_front());
+                    }
+                }
+            });
+        }
+        while made.load(Ordering::Relaxed) < 1000 {
+            thread::yield_now();
+        }
+        let flooded = register(&registrar);
+        over.store(true, Ordering::Relaxed);
+        let made = made.load(Ordering::Relaxed);
+        println!("{AGENTS} agents: {alone:?} alone, {flooded:?} beside {made} strangers");
+        assert!(flooded < Duration::from_secs(8), "{alone:?} alone, {flooded:?} beside {made} strangers");
+    });
 }
 
 #[test]

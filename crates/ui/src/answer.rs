@@ -84,7 +84,7 @@ impl Site {
     /// The part of the path after the token: `None` without the token, `Some(None)` for a path that ends with it.
     ///
     /// Some proxies keep their prefix in the path, so the token may come after other parts.
-    fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
+    pub(crate) fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {
         let mut rest = path.strip_prefix('/')?;
         loop {
             let (part, behind) = match rest.split_once('/') {

@@ -16,6 +16,7 @@
 //! - `UI-3`: an answer has at most four points for each pixel of a curve; the lowest and the highest value of a pixel are among them.
 //! - `UI-4`: the page may load scripts and styles from this server only, and values arrive as JSON or plain text, never as HTML.
 //! - `UI-5`: all addresses in the page are relative, so that it works behind proxies that add a prefix.
+//! - `UI-6`: connections on which no request had the token end after five seconds, and are closed for newer ones.
 
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ mod catalog;
 mod curves;
 mod error;
 mod explain;
+mod places;
 mod record;
 mod reply;
 mod series;

@@ -8,12 +8,12 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HeaderValue, IF_NONE_MATCH};
+use hyper::header::{ALLOW, CONNECTION, HeaderValue, IF_NONE_MATCH};
 use hyper::http::StatusCode;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -27,16 +27,23 @@ use crate::answer::Site;
 use crate::catalog::Catalog;
 use crate::curves::Shelf;
 use crate::error::{Error, Result};
+use crate::places::{Place, Places};
 use crate::reply::Reply;
 
 /// Random bytes of a token: 128 bits cannot be guessed.
 const TOKEN_BYTES: usize = 16;
 /// Requests that are answered at the same time; further ones wait.
 const AT_ONCE: usize = 8;
-/// Connections that are open at the same time; further ones wait.
+/// Connections that are open at the same time.
 const CONNECTIONS: usize = 128;
-/// How long a client may take to send the headers of a request.
+/// How long a connection may stay open before a request on it has the token.
+const UNPROVEN: Duration = Duration::from_secs(5);
+/// How long a client with the token may take to send the headers of its next request.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// The pause after a failed attempt to accept a connection.
+const RETRY: Duration = Duration::from_millis(50);
+/// Between two messages about that.
+const AGAIN: Duration = Duration::from_secs(10);
 
 /// What a viewer shows, and where.
 #[derive(Clone, Debug)]
@@ -136,46 +143,77 @@ fn token() -> String {
 
 async fn accept(listener: TcpListener, site: Arc<Site>) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
-    let connections = Arc::new(Semaphore::new(CONNECTIONS));
+    let places = Places::new(CONNECTIONS);
     let workers = Arc::new(Semaphore::new(AT_ONCE));
+    let mut told: Option<Instant> = None;
     loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
-                let (site, workers) = (Arc::clone(&site), Arc::clone(&workers));
-                tokio::spawn(async move {
-                    serve(stream, site, workers).await;
-                    drop(permit);
-                });
+                // A connection without a place is closed.
+                if let Some((place, unseated)) = places.take() {
+                    tokio::spawn(serve(stream, Arc::clone(&site), Arc::clone(&workers), place, unseated));
+                }
             }
-            // Out of descriptors, or the client has disconnected: try again later.
-            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+            // Out of descriptors, or the client has disconnected.
+            Err(error) => {
+                if told.is_none_or(|told| told.elapsed() >= AGAIN) {
+                    told = Some(Instant::now());
+                    tracing::error!(%error, "the run viewer cannot accept connections; it tries again");
+                }
+                tokio::time::sleep(RETRY).await;
+            }
         }
     }
 }
 
-async fn serve(stream: TcpStream, site: Arc<Site>, workers: Arc<Semaphore>) {
+async fn serve(
+    stream: TcpStream,
+    site: Arc<Site>,
+    workers: Arc<Semaphore>,
+    place: Place,
+    unseated: oneshot::Receiver<()>,
+) {
+    let place = Arc::new(place);
     let service = service_fn(move |request: Request<Incoming>| {
-        let (site, workers) = (Arc::clone(&site), Arc::clone(&workers));
-        async move { Ok::<_, Infallible>(respond(&request, site, workers).await) }
+        let (site, workers, place) = (Arc::clone(&site), Arc::clone(&workers), Arc::clone(&place));
+        async move { Ok::<_, Infallible>(respond(&request, site, workers, &place).await) }
     });
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(PATIENCE);
-    // An error here means that the browser has closed the connection.
-    drop(http.serve_connection(TokioIo::new(stream), service).await);
+    let served = http.serve_connection(TokioIo::new(stream), service);
+    tokio::select! {
+        // An error here means that the browser has closed the connection.
+        _ = served => {}
+        () = ended(unseated) => {}
+    }
+}
+
+/// Returns when a connection that is not proven has to be closed; never for a proven one.
+async fn ended(unseated: oneshot::Receiver<()>) {
+    if let Ok(Ok(())) = tokio::time::timeout(UNPROVEN, unseated).await {
+        std::future::pending::<()>().await;
+    }
 }
 
 async fn respond(
     request: &Request<Incoming>,
     site: Arc<Site>,
     workers: Arc<Semaphore>,
+    place: &Place,
 ) -> Response<Full<Bytes>> {
+    let path = request.uri().path().to_owned();
+    if site.place(&path).is_none() {
+        // Neither a thread nor another request for who does not have the token.
+        let mut refused = site.answer(&path, "").response(None);
+        refused.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        return refused;
+    }
+    place.prove();
     if request.method() != Method::GET && request.method() != Method::HEAD {
         let mut refused = Reply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").response(None);
         refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refused;
     }
-    let path = request.uri().path().to_owned();
     let query = request.uri().query().unwrap_or_default().to_owned();
     let seen = request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
     let permit = workers.acquire_owned().await;
@@ -210,25 +248,77 @@ mod tests {
         answer
     }
 
+    fn open(viewer: &Viewer) -> std::net::TcpStream {
+        let stream = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, viewer.port())).unwrap();
+        stream.set_read_timeout(Some(4 * UNPROVEN)).unwrap();
+        stream
+    }
+
+    /// What is answered at first to a request that leaves the connection open.
+    fn head(stream: &mut std::net::TcpStream, request: &str) -> String {
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = vec![0; 64 << 10];
+        let read = stream.read(&mut answer).unwrap();
+        String::from_utf8_lossy(&answer[..read]).into_owned()
+    }
+
+    fn viewer() -> (Viewer, tempfile::TempDir) {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("viewer.js"), "").unwrap();
+        std::fs::write(folder.path().join("viewer.css"), "").unwrap();
+        (Viewer::start(&settings(folder.path())).unwrap(), folder)
+    }
+
     fn settings(folder: &Path) -> Settings {
         Settings { stores: vec![folder.to_string_lossy().into_owned()], page: folder.to_owned(), port: 0 }
     }
 
     #[test]
     fn a_viewer_listens_on_loopback_until_it_is_closed() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("viewer.js"), "").unwrap();
-        std::fs::write(folder.path().join("viewer.css"), "").unwrap();
-        let mut viewer = Viewer::start(&settings(folder.path())).unwrap();
+        let (mut viewer, _folder) = viewer();
         assert!(viewer.url().starts_with(&format!("http://127.0.0.1:{}/", viewer.port())));
         assert_eq!(viewer.path().len(), 2 * TOKEN_BYTES + 2);
         assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
         assert!(ask(viewer.port(), &format!("GET {}api/runs", viewer.path())).contains("\"runs\":[]"));
         assert!(ask(viewer.port(), "GET /").starts_with("HTTP/1.1 404"));
         assert!(ask(viewer.port(), &format!("POST {}", viewer.path())).starts_with("HTTP/1.1 405"));
+        assert!(ask(viewer.port(), "POST /").starts_with("HTTP/1.1 404"));
         let port = viewer.port();
         viewer.close();
         assert!(std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err());
+    }
+
+    #[test]
+    fn strangers_who_take_every_place_do_not_keep_the_page_from_its_owner() {
+        let (viewer, _folder) = viewer();
+        let mut owners = open(&viewer);
+        let page = format!("HEAD {} HTTP/1.1\r\nHost: x\r\n\r\n", viewer.path());
+        assert!(head(&mut owners, &page).starts_with("HTTP/1.1 200"));
+        let strangers: Vec<_> = (0..2 * CONNECTIONS).map(|_| open(&viewer)).collect();
+        let started = Instant::now();
+        assert!(ask(viewer.port(), &format!("GET {}", viewer.path())).starts_with("HTTP/1.1 200"));
+        assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+        assert!(head(&mut owners, &page).starts_with("HTTP/1.1 200"), "the owner's connection was closed");
+        drop(strangers);
+    }
+
+    #[test]
+    fn a_connection_without_the_token_ends_after_one_request_or_five_seconds() {
+        let (viewer, _folder) = viewer();
+        let (mut silent, mut slow) = (open(&viewer), open(&viewer));
+        let started = Instant::now();
+        let answer = head(&mut open(&viewer), "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert!(answer.to_lowercase().contains("connection: close"), "{answer}");
+        for letter in "GET / HTTP/1.1".chars() {
+            if write!(slow, "{letter}").is_err() {
+                break;
+            }
+            std::thread::sleep(UNPROVEN / 10);
+        }
+        for stream in [&mut silent, &mut slow] {
+            assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "it is still open");
+        }
+        assert!(started.elapsed() < 2 * UNPROVEN, "{:?}", started.elapsed());
     }
 
     #[test]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.torch.functions import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
@@ -79,6 +80,19 @@ class _World:
         return hvd.cross_rank()
 
 
+class _Broadcasting:
+    """Sends plain values without pickle. Lightning broadcasts paths and decisions, and pickles all objects."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns one rank's object on every rank.
+
+        Args:
+            obj: What to send; ignored on other ranks.
+            src: The rank that sends.
+        """
+        return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj
+
+
 @cache
 def environment_class(package: str) -> type[Any]:
     """Lightning's view of Farandole's world, for one of its packages.
@@ -100,7 +114,7 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(base):
+    class FarandoleStrategy(_Broadcasting, base):
         """Trains one model on all ranks of Farandole's world.
 
         Args:

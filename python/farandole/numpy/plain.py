@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _NUMBERS = "biufc"
 """Kinds of NumPy's types that arrays may have."""
+_DTYPE = re.compile(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}")
+"""Their names. NumPy also parses lists of types and Python literals."""
+_SIDES = 1 << 63
+"""NumPy has no array with a longer side."""
 
 
 def _no_other(value: Any) -> Any:
@@ -165,8 +170,8 @@ def _taken(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
     if kind != "array":
         raise ValueError(f"the message of a peer is not a plain value: {kind!r}")
     name, shape, is_scalar = told
-    dtype = np.dtype(name)
-    if dtype.kind not in _NUMBERS or any(side < 0 for side in shape):
+    if not _DTYPE.fullmatch(name) or not all(type(side) is int and 0 <= side < _SIDES for side in shape):
         raise ValueError(f"the message of a peer holds an array of {name} and shape {shape}")
+    dtype = np.dtype(name)
     array = np.frombuffer(bytearray(take(math.prod(shape) * dtype.itemsize)), dtype).reshape(shape)
     return array[()] if is_scalar else array

@@ -30,7 +30,7 @@ from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
-from farandole.torch.functions import allgather_object, broadcast_description, broadcast_tensors, described, rebuilt
+from farandole.torch.functions import allgather_object, broadcast_tensors, broadcast_value, described, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -348,7 +348,7 @@ class Tolerance:
             states = [self._optimizer.state.get(parameter) for parameter in parameters]
             shared = {name: value.state_dict() for name, value in self._shared.items()}
             description = described(options, sent), described(states, sent), shared
-        options, states, shared = broadcast_description(description, source, "tolerant.description")
+        options, states, shared = broadcast_value(description, source, "tolerant.description")
         if not is_source:
             options, states, sent = self._room(options, states, parameters)
         takes = behind and not is_source

@@ -131,25 +131,26 @@ class _Slot:
         self.on_host = on_host
 
 
-def broadcast_description(description: Any, root_rank: int, name: str) -> Any:
-    """Returns the root's description of an optimizer's state on every rank.
+def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
+    """Returns the root's value on every rank.
 
-    It travels as a plain value. Only an optimizer with options of other types has it pickled.
+    It is sent without pickle if `plain.pack` takes it, where types of tensors and what `described` returns count as
+    plain. Any other value is pickled.
 
     Args:
-        description: Nested dicts, lists and tuples as `described` makes them; ignored on other ranks.
+        value: What to send; ignored on other ranks.
         root_rank: The rank that sends.
         name: Names the operation across ranks.
     """
     told = None
     if basics.rank() == root_rank:
         try:
-            told = plain.pack(description, _plain_form)
+            told = plain.pack(value, _plain_form)
         except TypeError:
-            told = pickling.dumps(description), "pickled"
+            told = pickling.dumps(value), "pickled"
     told = plain.broadcast_plain(told, root_rank, name)
     if basics.rank() == root_rank:
-        return description
+        return value
     return plain.unpack(told, _from_plain_form) if isinstance(told, bytes) else cloudpickle.loads(told[0])
 
 
@@ -197,7 +198,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         states = [optimizer.state.get(parameter) for parameter in parameters]
         description = layout, described(options, tensors), described(states, tensors)
-    expected, options, states = broadcast_description(description, root_rank, "optimizer.description")
+    expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
     everywhere = plain.allgather_plain(layout, "optimizer.layout")
     misfits = [f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected]
     if misfits:

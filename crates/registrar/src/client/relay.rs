@@ -19,7 +19,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -37,6 +37,8 @@ const PIECE: usize = 64 << 10;
 const WAITING: usize = 4;
 /// How long the registrar may take to be told that this task takes calls.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// Callers of a door whose user is looked up at the same time; further ones wait in the queue of the socket.
+const LOOKUPS: usize = 4;
 /// How long links may take to end when their relay does.
 const ENDING: Duration = Duration::from_secs(1);
 
@@ -144,12 +146,15 @@ impl Relay {
         let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let listening = self.handle.spawn(async move {
             let mut failing = Failing::of("a door to another host");
-            loop {
+            let lookups = Arc::new(Semaphore::new(LOOKUPS));
+            // Nothing closes the semaphore.
+            while let Ok(lookup) = Arc::clone(&lookups).acquire_owned().await {
                 let (socket, from) = failing.next(&listener).await;
                 let (caller, counted) = (caller.clone(), Counted::new(&links));
                 tokio::spawn(async move {
                     // The table may be long.
                     let own = tokio::task::spawn_blocking(move || is_own(address, from)).await;
+                    drop(lookup);
                     if !matches!(own, Ok(true)) {
                         return;
                     }

@@ -3,13 +3,15 @@
 
 //! Limits of connections: strangers never displace callers with the token.
 //!
-//! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and the
-//! oldest of its kind makes way as soon as there is no place left; a proven one keeps its place while it lives.
+//! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and one of
+//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. Those that are
+//! furthest from a finished handshake make way first, and of these the oldest from where most come.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
 use std::future::Future as _;
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,9 +46,49 @@ struct Places {
 #[derive(Default)]
 struct State {
     last: u64,
-    /// By age, the oldest first. Dropping what is in it ends the connection.
-    unproven: BTreeMap<u64, oneshot::Sender<()>>,
+    unproven: usize,
+    /// By stage and source, then by age. Dropping a sender ends the connection.
+    groups: BTreeMap<(Stage, IpAddr), BTreeMap<u64, oneshot::Sender<()>>>,
     proven: HashSet<u64>,
+}
+
+/// How far an unproven connection has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    /// It has sent nothing.
+    #[default]
+    Silent,
+    /// It has sent something.
+    Spoken,
+    /// It has sent something after it was answered, so the handshake has reached its second half.
+    Answered,
+}
+
+impl State {
+    fn insert(&mut self, stage: Stage, source: IpAddr, number: u64, seated: oneshot::Sender<()>) {
+        self.unproven += 1;
+        self.groups.entry((stage, source)).or_default().insert(number, seated);
+    }
+
+    fn remove(&mut self, stage: Stage, source: IpAddr, number: u64) -> Option<oneshot::Sender<()>> {
+        let group = self.groups.get_mut(&(stage, source))?;
+        let seated = group.remove(&number)?;
+        if group.is_empty() {
+            self.groups.remove(&(stage, source));
+        }
+        self.unproven -= 1;
+        Some(seated)
+    }
+
+    /// Ends one unproven connection; whether there was one.
+    fn unseat(&mut self) -> bool {
+        let Some(&(least, _)) = self.groups.keys().next() else { return false };
+        let candidates = self.groups.iter().take_while(|((stage, _), _)| *stage == least);
+        let oldest = candidates.filter_map(|((_, source), group)| {
+            group.keys().next().map(|number| (group.len(), Reverse(*number), *source))
+        });
+        oldest.max().is_some_and(|(_, Reverse(number), source)| self.remove(least, source, number).is_some())
+    }
 }
 
 impl Places {
@@ -55,34 +97,51 @@ impl Places {
     }
 
     /// A place, if the proven do not have them all.
-    fn take(self: &Arc<Self>) -> Option<(Seat, oneshot::Receiver<()>)> {
+    fn take(self: &Arc<Self>, source: IpAddr) -> Option<(Seat, oneshot::Receiver<()>)> {
         let mut state = self.state.lock();
-        if state.unproven.len() + state.proven.len() >= self.most {
-            state.unproven.pop_first()?;
+        if state.unproven + state.proven.len() >= self.most && !state.unseat() {
+            return None;
         }
         state.last += 1;
         let number = state.last;
         let (seated, unseated) = oneshot::channel();
-        state.unproven.insert(number, seated);
-        Some((Seat { number, proven: AtomicBool::new(false), places: Arc::clone(self) }, unseated))
+        state.insert(Stage::default(), source, number, seated);
+        let (proven, stage) = (AtomicBool::new(false), Mutex::default());
+        Some((Seat { number, source, stage, proven, places: Arc::clone(self) }, unseated))
     }
 }
 
 /// One place, given back when dropped.
 struct Seat {
     number: u64,
+    source: IpAddr,
+    stage: Mutex<Stage>,
     proven: AtomicBool,
     places: Arc<Places>,
 }
 
 impl Seat {
+    /// The connection has come so far.
+    fn reach(&self, reached: Stage) {
+        let mut stage = self.stage.lock();
+        if *stage >= reached {
+            return;
+        }
+        let mut state = self.places.state.lock();
+        if let Some(seated) = state.remove(*stage, self.source, self.number) {
+            state.insert(reached, self.source, self.number, seated);
+        }
+        *stage = reached;
+    }
+
     fn prove(&self) {
         if self.proven.load(Ordering::Acquire) {
             return;
         }
+        let stage = self.stage.lock();
         let mut state = self.places.state.lock();
         // Whoever was unseated a moment ago stays so: the connection ends, and its caller makes another.
-        if let Some(seated) = state.unproven.remove(&self.number) {
+        if let Some(seated) = state.remove(*stage, self.source, self.number) {
             state.proven.insert(self.number);
             self.proven.store(true, Ordering::Release);
             // Nobody listens when the connection ends at this moment.
@@ -93,8 +152,9 @@ impl Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        let stage = self.stage.lock();
         let mut state = self.places.state.lock();
-        state.unproven.remove(&self.number);
+        state.remove(*stage, self.source, self.number);
         state.proven.remove(&self.number);
     }
 }
@@ -114,6 +174,7 @@ impl Place {
 struct Trial {
     unseated: oneshot::Receiver<()>,
     patience: Pin<Box<Sleep>>,
+    is_answered: bool,
 }
 
 /// A connection that gives its place back when it ends.
@@ -137,6 +198,12 @@ impl Counted {
                 Err(io::ErrorKind::TimedOut.into())
             }
             Poll::Pending => Ok(()),
+        }
+    }
+
+    fn answered(&mut self, written: &Poll<io::Result<usize>>) {
+        if let Some(trial) = &mut self.trial {
+            trial.is_answered |= matches!(written, Poll::Ready(Ok(_)));
         }
     }
 }
@@ -171,10 +238,12 @@ pub(super) fn accept(
     });
     Ok(accepted.filter_map(move |accepted| {
         let stream = accepted.ok()?;
-        let (seat, unseated) = places.take()?;
+        // An address is an error if the caller is gone.
+        let (seat, unseated) = places.take(stream.peer_addr().ok()?.ip().to_canonical())?;
         // Small messages, each awaited: never held back to be merged.
         stream.set_nodelay(true).ok()?;
-        let trial = Trial { unseated, patience: Box::pin(tokio::time::sleep(patience)) };
+        let patience = Box::pin(tokio::time::sleep(patience));
+        let trial = Trial { unseated, patience, is_answered: false };
         Some(Ok(Counted { stream, trial: Some(trial), place: Place(Arc::new(seat)) }))
     }))
 }
@@ -194,7 +263,14 @@ impl AsyncRead for Counted {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         self.judge(context)?;
-        Pin::new(&mut self.stream).poll_read(context, buffer)
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if let Some(trial) = &self.trial
+            && buffer.filled().len() > before
+        {
+            self.place.0.reach(if trial.is_answered { Stage::Answered } else { Stage::Spoken });
+        }
+        read
     }
 }
 
@@ -205,7 +281,9 @@ impl AsyncWrite for Counted {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.judge(context)?;
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.answered(&written);
+        written
     }
 
     fn poll_write_vectored(
@@ -214,7 +292,9 @@ impl AsyncWrite for Counted {
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.judge(context)?;
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
+        self.answered(&written);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -232,22 +312,59 @@ impl AsyncWrite for Counted {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use tokio::sync::oneshot::error::TryRecvError;
 
     use super::*;
 
+    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    const THERE: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+
+    fn is_open((_, unseated): &mut (Seat, oneshot::Receiver<()>)) -> bool {
+        unseated.try_recv() != Err(TryRecvError::Closed)
+    }
+
     #[test]
     fn the_oldest_unproven_makes_way_and_the_proven_never_do() {
         let places = Places::new(3);
-        let mut taken: Vec<_> = (0..3).map(|_| places.take().unwrap()).collect();
+        let mut taken: Vec<_> = (0..3).map(|_| places.take(HERE).unwrap()).collect();
         taken[0].0.prove();
-        let newcomer = places.take().unwrap();
+        let newcomer = places.take(HERE).unwrap();
         let ends: Vec<_> = taken.iter_mut().map(|(_, unseated)| unseated.try_recv()).collect();
         assert_eq!(ends, [Ok(()), Err(TryRecvError::Closed), Err(TryRecvError::Empty)]);
         taken[2].0.prove();
         newcomer.0.prove();
-        assert!(places.take().is_none(), "the proven were unseated");
+        assert!(places.take(HERE).is_none(), "the proven were unseated");
         drop(newcomer);
-        assert!(places.take().is_some());
+        assert!(places.take(HERE).is_some());
+    }
+
+    #[test]
+    fn who_comes_from_where_most_come_makes_way_before_older_ones_from_elsewhere() {
+        let places = Places::new(4);
+        let mut honest = places.take(HERE).unwrap();
+        let mut flood: Vec<_> = (0..100).map(|_| places.take(THERE).unwrap()).collect();
+        assert!(is_open(&mut honest));
+        assert_eq!(flood.iter_mut().filter_map(|one| is_open(one).then_some(())).count(), 3);
+        assert!(is_open(flood.last_mut().unwrap()));
+    }
+
+    #[test]
+    fn who_has_said_less_makes_way_before_older_ones_of_the_same_source() {
+        let places = Places::new(3);
+        let (mut spoken, mut answered) = (places.take(HERE).unwrap(), places.take(HERE).unwrap());
+        spoken.0.reach(Stage::Spoken);
+        answered.0.reach(Stage::Answered);
+        let _flood: Vec<_> = (0..100).map(|_| places.take(HERE).unwrap()).collect();
+        assert!(is_open(&mut spoken) && is_open(&mut answered));
+        let _newcomers: Vec<_> = (0..3)
+            .map(|_| {
+                let newcomer = places.take(HERE).unwrap();
+                newcomer.0.reach(Stage::Answered);
+                newcomer
+            })
+            .collect();
+        assert!(!is_open(&mut spoken) && !is_open(&mut answered));
     }
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farandole.common import basics, process_sets
-from farandole.torch.functions import allgather_object
+from farandole.numpy.plain import allgather_plain
 
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
@@ -46,7 +46,7 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
         ValueError: When ranks disagree about who is in which set.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    wishes: list[list[int] | None] = allgather_object(ranks, "distributed.group")
+    wishes: list[list[int] | None] = allgather_plain(ranks, "distributed.group")
     for wish in wishes:
         for member in wish or ():
             if wishes[member] != wish:

@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.notices import is_elastic
+from farandole.numpy.plain import broadcast_plain
 from farandole.torch.distributed._groups import join_world
 from farandole.torch.distributed._store import RegistrarStore
-from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def _store(timeout: timedelta) -> Store:
         # No collective: a rank that is lost meanwhile would end new ranks with an error.
         name = f"{engine.world().generation}.{len(_stores)}"
     else:
-        name = broadcast_object(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
+        name = broadcast_plain(secrets.token_hex(8) if basics.rank() == 0 else None, 0, "distributed.store")
     store = RegistrarStore(name, timeout)
     _stores.append(store)
     return store
