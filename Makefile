@@ -104,9 +104,9 @@ test-storage: bytecode .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target
 jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/farandole/*.java)
 	cd jvm-shim && mvn -q -B test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath -Dmdep.includeScope=test
 
-# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the tests that depend on Spark run on older versions
-# of pyspark, each in its own environment, which sees the other packages of this one. Two parts run in parallel, because
-# they spend more than half of their time waiting.
+# Slow tests of Spark: clusters, killed executors, large results; and those of one process. Then the tests that depend on
+# Spark run on older versions of pyspark, each in its own environment, which sees the other packages of this one. Two parts
+# run in parallel, because they spend more than half of their time waiting.
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: four parts, two at a time, for about half an hour; the output of each comes when it has ended"
