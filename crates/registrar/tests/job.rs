@@ -264,28 +264,35 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
     let registrar = registrar(AGENTS);
     let address = registrar.ticket().addresses()[0].clone();
     let (over, made) = (AtomicBool::new(false), AtomicU64::new(0));
+    // The strangers leave in the end also if an agent is not served.
+    let end = Instant::now() + Duration::from_secs(60);
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 let mut kept = VecDeque::new();
-                while !over.load(Ordering::Relaxed) {
-                    let Ok(stream) = TcpStream::connect(&address) else { continue };
-                    kept.push_back(stream);
-                    made.fetch_add(1, Ordering::Relaxed);
-                    if kept.len() > 400 {
+                while !over.load(Ordering::Relaxed) && Instant::now() < end {
+                    if let Ok(stream) = TcpStream::connect(&address) {
+                        kept.push_back(stream);
+                        made.fetch_add(1, Ordering::Relaxed);
+                    } else {
+                        thread::sleep(Duration::from_millis(1));
+                    }
+                    if kept.len() > 100 {
                         drop(kept.pop_front());
                     }
                 }
             });
         }
-        while made.load(Ordering::Relaxed) < 1000 {
-            thread::yield_now();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while made.load(Ordering::Relaxed) < 1000 && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
         }
         let flooded = register(&registrar);
         over.store(true, Ordering::Relaxed);
         let made = made.load(Ordering::Relaxed);
+        assert!(made >= 1000, "only {made} strangers came");
         println!("{AGENTS} agents: {alone:?} alone, {flooded:?} beside {made} strangers");
-        assert!(flooded < Duration::from_secs(8), "{alone:?} alone, {flooded:?} beside {made} strangers");
+        assert!(flooded < Duration::from_secs(15), "{alone:?} alone, {flooded:?} beside {made} strangers");
     });
 }
 

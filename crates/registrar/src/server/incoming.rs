@@ -4,14 +4,15 @@
 //! Limits of connections: strangers never displace callers with the token.
 //!
 //! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and one of
-//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. Those that are
-//! furthest from a finished handshake make way first, and of these the oldest from where most come.
+//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to make
+//! way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest from
+//! where most come. So a stranger who fills one stage does not displace callers at another.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
 use std::future::Future as _;
 use std::io;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, Ipv6Addr, TcpListener};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,12 +83,28 @@ impl State {
 
     /// Ends one unproven connection; whether there was one.
     fn unseat(&mut self) -> bool {
-        let Some(&(least, _)) = self.groups.keys().next() else { return false };
-        let candidates = self.groups.iter().take_while(|((stage, _), _)| *stage == least);
+        let mut sizes = BTreeMap::<Stage, usize>::new();
+        for ((stage, _), group) in &self.groups {
+            *sizes.entry(*stage).or_default() += group.len();
+        }
+        let fullest = sizes.into_iter().map(|(stage, size)| (size, Reverse(stage))).max();
+        let Some((_, Reverse(fullest))) = fullest else { return false };
+        let candidates = self.groups.iter().filter(|((stage, _), _)| *stage == fullest);
         let oldest = candidates.filter_map(|((_, source), group)| {
             group.keys().next().map(|number| (group.len(), Reverse(*number), *source))
         });
-        oldest.max().is_some_and(|(_, Reverse(number), source)| self.remove(least, source, number).is_some())
+        oldest.max().is_some_and(|(_, Reverse(number), source)| self.remove(fullest, source, number).is_some())
+    }
+}
+
+/// What counts as one source: an IPv4 address, or the network of 64 bits that a site of IPv6 has at least.
+fn source_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(six) => {
+            let [a, b, c, d, ..] = six.segments();
+            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
+        }
+        four @ IpAddr::V4(_) => four,
     }
 }
 
@@ -239,7 +256,7 @@ pub(super) fn accept(
     Ok(accepted.filter_map(move |accepted| {
         let stream = accepted.ok()?;
         // An address is an error if the caller is gone.
-        let (seat, unseated) = places.take(stream.peer_addr().ok()?.ip().to_canonical())?;
+        let (seat, unseated) = places.take(source_of(stream.peer_addr().ok()?.ip()))?;
         // Small messages, each awaited: never held back to be merged.
         stream.set_nodelay(true).ok()?;
         let patience = Box::pin(tokio::time::sleep(patience));
@@ -365,6 +382,32 @@ mod tests {
                 newcomer
             })
             .collect();
-        assert!(!is_open(&mut spoken) && !is_open(&mut answered));
+        assert!(is_open(&mut spoken), "it is alone at its stage");
+        assert!(!is_open(&mut answered), "it is the oldest at the stage where most are");
+    }
+
+    #[test]
+    fn a_newcomer_is_not_displaced_by_strangers_who_hold_a_later_stage() {
+        let places = Places::new(8);
+        let held: Vec<_> = (0..7)
+            .map(|_| {
+                let stranger = places.take(THERE).unwrap();
+                stranger.0.reach(Stage::Spoken);
+                stranger
+            })
+            .collect();
+        let mut honest = places.take(HERE).unwrap();
+        let _flood: Vec<_> = (0..3).map(|_| places.take(THERE).unwrap()).collect();
+        assert!(is_open(&mut honest));
+        drop(held);
+    }
+
+    #[test]
+    fn a_network_of_ipv6_is_one_source() {
+        let [one, other, third] =
+            ["2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"].map(|text| source_of(text.parse().unwrap()));
+        assert_eq!(one, other);
+        assert_ne!(one, third);
+        assert_eq!(source_of("::ffff:10.0.0.1".parse().unwrap()), THERE);
     }
 }
