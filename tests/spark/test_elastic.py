@@ -208,7 +208,7 @@ def test_on_connect_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: 
         TRAIN
         + WAIT
         + """
-import signal, threading
+import signal, threading, time
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 def disturb():
     until(2)
