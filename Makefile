@@ -35,7 +35,7 @@ test: bytecode loom
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
 
 # Tests that start clusters and jobs as users do. `test-rest` runs all others.
-JOBS := tests/spark tests/ray tests/storage tests/launcher tests/launch tests/trust tests/chaos tests/elastic
+JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
 test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
 
