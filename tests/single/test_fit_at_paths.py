@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.single.training import estimator, line, linear, write
 
-from farandole.data import prepare_data
+from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend
 from farandole.spark.common.runs.driver import RunDiffersError
 
@@ -76,6 +76,31 @@ def test_a_delta_table_and_prepared_data_are_trained_on_where_they_are(tmp_path)
         history = fit(tmp_path / "store", data.train_url, data.val_url, **columns)
     assert history["rows"] == data.train_rows
     assert history["validation"] is not None
+
+
+def test_prepared_data_is_given_as_one_directory(tmp_path, rows):
+    table = pa.table({"kind": ["a", "b", "c"] * 16, "y": np.linspace(0, 1, 48)})
+    known = {"feature_cols": ["kind"], "label_cols": ["y"]}
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 1), torch.nn.Flatten())
+    train = {**known, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-9), "epochs": 1}
+    made = estimator(tmp_path / "store", **train)
+    with prepare_data(table, tmp_path / "other", **known, categories=["kind"]) as data:
+        place = tmp_path / "other" / f"intermediate_train_data.{data.index}"
+        fitted = made.fit_on_parquet(path=[place], val_path=[place])
+        assert fitted.getCategories() == {"kind": ["a", "b", "c"]}
+        wrong = (
+            f"{place}/*.parquet", f"{tmp_path}/other/*/*.parquet", f"{tmp_path}/**/*.parquet", [place, rows],
+            [tmp_path / "other", rows], [f"{place}/*.parquet"], str(next(place.glob("*.parquet"))),
+        )  # fmt: skip
+        for path in wrong:
+            with pytest.raises(ValueError, match=f"Farandole prepared the data in .*{place.name}.* as the path"):
+                made.fit_on_parquet(path=path)
+            with pytest.raises(ValueError, match="Farandole prepared the data"):
+                ParquetLoader(path, 1)
+        (place / "_manifest.json").rename(place / "_preparation.json")
+        with pytest.raises(ValueError, match="Farandole prepared the data"):
+            made.fit_on_parquet(path=f"{place}/*.parquet")
+        assert fit(tmp_path / "store", f"{tmp_path}/r*s/*/*-0.parquet")["rows"] == 96, "others beside it are read"
 
 
 def test_files_at_paths_are_encoded_and_described(tmp_path):

@@ -11,9 +11,11 @@ from datetime import timedelta
 import numpy as np
 import pandas as pd
 import pytest
-from tests.single.training import estimator, linear
+from tests.single.training import Here, estimator, linear
 
+from farandole._native.store import Store as NativeStore
 from farandole.data import prepare_data
+from farandole.spark.common import LocalStore
 from farandole.spark.common.data.tidying import tidy
 from farandole.spark.torch import TorchEstimator
 
@@ -51,6 +53,59 @@ def test_a_fit_deletes_prepared_data_that_is_older_and_not_in_use(tmp_path, caps
     assert mine.exists()
     assert (tmp_path / "runs" / "r" / "checkpoint").exists()
     made[2].release()
+
+
+class Sweeping(Here):
+    """A backend beside which another process tidies the store while the fit trains."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.gone = store, []
+
+    def run(self, *args, **more):
+        self.gone = self.store.gc(0)
+        return super().run(*args, **more)
+
+
+def test_data_that_fit_on_parquet_reads_is_in_use_until_the_fit_ends(tmp_path):
+    store = LocalStore(str(tmp_path))
+    mine, other = (
+        prepare_data(rows(seed), tmp_path, feature_cols=["a", "b"], label_cols=["y"], validation=0.2) for seed in (0, 1)
+    )
+    mine.release()
+    other.release()
+    backend = Sweeping(store)
+    made = estimator(tmp_path, linear(), feature_cols=[["a", "b"]], epochs=1, backend=backend)
+    made.fit_on_parquet(dataset_idx=mine.index)
+    places = {f"intermediate_{side}_data.{other.index}" for side in ("train", "val")}
+    assert set(backend.gone) == places
+    with pytest.raises(ValueError, match="there is no training data"):
+        made.fit_on_parquet(dataset_idx=other.index)
+    assert f"intermediate_train_data.{mine.index}" in store.gc(0), "the fit has ended"
+
+
+def test_data_that_another_process_deletes_is_not_trained_on(tmp_path):
+    data = prepare_data(rows(0), tmp_path, feature_cols=["a", "b"], label_cols=["y"])
+    data.release()
+    taken = NativeStore(data.train_url)
+    assert taken.take() is not None
+    with pytest.raises(OSError, match=r"another process deletes the prepared data at .*, or prepares other data there"):
+        estimator(tmp_path, linear(), feature_cols=[["a", "b"]]).fit_on_parquet(dataset_idx=data.index)
+
+
+def test_data_that_is_read_only_is_trained_on(tmp_path, monkeypatch):
+    class ReadOnly:
+        def __init__(self, url):
+            self.url = url
+
+        def share(self):
+            raise PermissionError(self.url)
+
+    data = prepare_data(rows(0), tmp_path / "other", feature_cols=["a", "b"], label_cols=["y"])
+    data.release()
+    monkeypatch.setattr("farandole.spark.common.data.existing.NativeStore", ReadOnly)
+    made = estimator(tmp_path / "store", linear(), feature_cols=[["a", "b"]], epochs=1)
+    assert made.fit_on_parquet(path=data.train_url).getHistory()[-1]["rows"] == 64
 
 
 def test_ages_are_seconds():

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pandas as pd
@@ -362,3 +363,138 @@ def test_a_function_whose_closure_holds_a_module_of_python_has_a_digest():
         return lambda output, label: module.abs(output - label)
 
     assert digest(loss(torch)) == digest(loss(torch)) != digest(loss(np))
+
+
+HELPED = """
+import enum, functools, torch
+class Focal:
+    def __init__(self, gamma):
+        self.gamma = gamma
+    def __call__(self, x):
+        return x ** self.gamma
+class Weighted(torch.nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.register_buffer("by", torch.tensor([by]))
+class Outer:
+    kept = Focal({number})
+    def __init__(self, inner):
+        self.inner, self.again = inner, [inner, self]
+class Pair(dict):
+    pass
+Mode = enum.Enum("Mode", ["M2", "M3"])
+def power(x, by):
+    return x ** by
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(x):
+        return function(x)
+    return wrapper
+helper = {helper}
+def loss(output, label):
+    return helper(output - label)
+"""
+
+
+def helped(helper, number):
+    known = {"__name__": "users"}
+    exec(HELPED.format(helper=helper.replace("N", str(number)), number=7), known)
+    return known["loss"]
+
+
+@pytest.mark.parametrize(
+    "helper",
+    [
+        "functools.partial(power, by=N)",
+        "functools.partial(torch.mul, N)",
+        "functools.lru_cache(lambda x: x * N)",
+        "functools.lru_cache(functools.partial(power, by=N))",
+        "torch.no_grad()(lambda x: x * N)",
+        "torch.no_grad()(functools.lru_cache(lambda x: x * N))",
+        "torch.autocast('cpu')(decorated(lambda x: x * N))",
+        "Focal(N)",
+        "Focal(N).__call__",
+        "Outer(Focal(N))",
+        "Outer(functools.lru_cache(lambda x: x * N))",
+        "Weighted(N)",
+        "Outer(Weighted(N))",
+        "torch.nn.HuberLoss(delta=N)",
+        "Mode.MN",
+        "Pair(a=N)",
+    ],
+)
+def test_helpers_that_a_loss_names_count(helper):
+    before, again, now = (digest(helped(helper, number)) for number in (2, 2, 3))
+    assert before == again, "new weights of a module that is only named make no other run"
+    assert before != now
+
+
+def test_objects_of_classes_count():
+    one, same, other = ({"__name__": "users"} for _ in range(3))
+    for known, number in ((one, 2), (same, 2), (other, 3)):
+        exec(HELPED.format(helper="Outer(0)", number=number), known)
+    assert digest(one["Outer"]) == digest(same["Outer"]) != digest(other["Outer"])
+
+
+DECORATOR = """
+import functools
+def decorator(function, flag=True):
+    @functools.wraps(function)
+    def wrapper(*args):
+        {line}
+        return function(*args) if flag else None
+    return wrapper
+"""
+
+
+def test_the_code_of_a_frameworks_decorator_does_not_count():
+    def decorator(line, module="torch.utils._contextlib"):
+        known = {"__name__": module}
+        exec(DECORATOR.format(line=line), known)
+        return known["decorator"]
+
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    before, updated = decorator("pass"), decorator("print(args)")
+    assert before(double).__module__ == __name__
+    assert digest(before(double)) == digest(updated(double))
+    assert len({digest(one) for one in (double, before(double), before(triple), before(double, flag=False))}) == 4
+    mine = [digest(decorator(line, "users")(double)) for line in ("pass", "print(args)")]
+    assert mine[0] != mine[1]
+
+
+def test_ten_thousand_elements_of_a_collection_count_and_its_length():
+    many = list(range(10_010))
+    assert digest(many) == digest(list(many)) != digest(many[:-1])
+    assert digest(many) != digest([-1, *many[1:]])
+    assert digest(many) == digest([*many[:-1], -1])
+    assert digest(dict.fromkeys(many, 1)) == digest(dict.fromkeys(reversed(many), 1))
+    assert digest(dict.fromkeys(many, 1)) != digest(dict.fromkeys(many, 2)) != digest(dict.fromkeys(many[:-1], 2))
+    assert digest(set(many)) == digest({*many[5000:], *many[:5000]}) != digest(set(many[:-1]))
+
+
+@pytest.mark.parametrize("of", [np.zeros, torch.zeros])
+def test_a_large_array_is_not_copied(of):
+    table = of(1 << 20)
+    tracemalloc.start()
+    try:
+        digest(lambda x: table[x])
+        assert tracemalloc.get_traced_memory()[1] < table.nbytes / 8
+    finally:
+        tracemalloc.stop()
+
+
+def test_arrays_of_any_type_and_order_count_by_their_values():
+    given = (
+        np.array(3), np.array("2026-01-01", "datetime64[D]"), np.array(["a", "b"]), np.empty((0, 3)), np.array([{}, 1]),
+        np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.array([True]),
+        np.array(["", ""]), torch.tensor(2.0), torch.ones(2, 3, dtype=torch.bfloat16).T, torch.empty(0),
+    )  # fmt: skip
+    told = [digest(one) for one in given]
+    assert told == [digest(one.copy() if isinstance(one, np.ndarray) else one.clone()) for one in given]
+    assert len(set(told)) == len(given)

@@ -19,6 +19,7 @@ from tests.single.training import Here
 
 from farandole.data import Decode, Image
 from farandole.spark.common import LocalStore
+from farandole.spark.common.transform import Transformation
 from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.torch import TorchEstimator, TorchModel
 
@@ -100,6 +101,20 @@ def test_images_are_predicted_on_request(fitted, images, tmp_path, caplog, monke
     with pytest.raises(ValueError, match="apply_transformation needs a transformation_fn"):
         bare.transform(images)
     assert predicted(bare.setTransformationFn(DECODE), images) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_only_columns_of_training_are_told_to_be_absent():
+    def looks_up(row):
+        return {"x": {"known": 1.0}[row["x"]]}
+
+    made = Transformation(looks_up, [("made", "float32", (), False)], ["text"]).of_features(["x"], ["y"])
+    assert made.predicted({"x": np.array(["known"])}, ["x"])["x"].tolist() == [1.0]
+    with pytest.raises(KeyError, match="unknown"):
+        made.predicted({"x": np.array(["unknown"], object)}, ["x"])
+    for name in ("y", "made", "text"):
+        with pytest.raises(ValueError, match=f"transformation_fn asks for column '{name}'.* which are x") as told:
+            made.predicted({"x": np.array([name], object)}, ["x"])
+        assert isinstance(told.value.__cause__, KeyError)
 
 
 def test_a_function_of_rows_gets_the_features_alone(spark, tmp_path):

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from farandole._native import store as native
 from farandole._native.reader import Dataset
-from farandole.data.files import find, is_file, is_pattern
+from farandole.data.files import Found, find, is_file, is_pattern, is_prepared
 from farandole.data.tables import iceberg_files, iceberg_table
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
     Raises:
         FileNotFoundError: There is no Parquet.
         ImportError: It is a Delta or an Iceberg table, and deltalake or pyiceberg is not installed.
-        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with deleted rows.
+        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with deleted rows; files
+            of prepared data, which opens as one directory only.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
     if not isinstance(paths, str) or is_pattern(paths) or (paths.endswith(_ENDINGS) and is_file(paths)):
@@ -74,10 +75,26 @@ def _open_files(paths: Sequence[str]) -> Dataset:
     files = sorted({file.path for place in places for file in place.files if file.path.endswith(_ENDINGS)})
     if not files:
         raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
+    _refuse_prepared(places)
     bases = zip(*(place.base.rstrip("/").split("/") for place in places), strict=False)
     common = "/".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases))
     relative = [path[len(common) + 1 :] for path in files]
     return Dataset.open_files(common or "/", [(path, _values(path)) for path in relative])
+
+
+def _refuse_prepared(places: Sequence[Found]) -> None:
+    """Refuses files of prepared data: its manifest says which ones count, and how they were encoded."""
+    inside = next((base for base in sorted({place.base for place in places}) if is_prepared(base)), None)
+    for place in places:
+        for name in place.prepared:
+            directory = f"{place.base.rstrip('/')}/{name}" if name else place.base
+            if inside is None and any(file.path.startswith(f"{directory.rstrip('/')}/") for file in place.files):
+                inside = directory
+    if inside is not None:
+        raise ValueError(
+            f"Farandole prepared the data in {inside}, so files there cannot be read by patterns, in lists or one by "
+            "one: give that directory alone as the path"
+        )
 
 
 def _values(path: str) -> dict[str, str]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from farandole._native import store as native
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _MAGIC = re.compile(r"[*?\[]")
+_PREPARED = ("_manifest.json", "_preparation.json")
+"""One of these is in every directory of prepared data; the second where a preparation has not ended."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Found:
 
     base: str
     files: list[File]
+    prepared: list[str] = field(default_factory=list)
+    """Directories below the base in which Farandole prepared data, relative to it."""
 
 
 def find(path: str) -> Found:
@@ -58,19 +62,31 @@ def find(path: str) -> Found:
         if not item[3]:
             return Found(_shown(base), [File(_join(_shown(base), name), item[1], item[2])])
         base = base.child(name) if name else base
-        files = [file for relative, file in _walk(base) if not _hidden(relative)]
+        walked = list(_walk(base))
+        files = [file for relative, file in walked if not _hidden(relative)]
         if not files:
             raise FileNotFoundError(f"no files in the directory: {path}")
-        return Found(_shown(base), files)
+        return Found(_shown(base), files, _prepared(walked))
     if not _MAGIC.search(path):
         raise FileNotFoundError(f"no such file or directory: {path}")
     fixed, pattern = _fixed_part(path)
     matches = re.compile(_translated(pattern)).fullmatch
     base = native.Store(fixed)
-    files = [file for relative, file in _walk(base) if matches(relative) and not _hidden(relative)]
+    walked = list(_walk(base))
+    files = [file for relative, file in walked if matches(relative) and not _hidden(relative)]
     if not files:
         raise FileNotFoundError(f"no file matches the pattern: {path}")
-    return Found(_shown(base), files)
+    return Found(_shown(base), files, _prepared(walked))
+
+
+def is_prepared(directory: str) -> bool:
+    """Whether Farandole prepared data in a directory, or began to.
+
+    Args:
+        directory: A path or a URL.
+    """
+    store = native.Store(directory)
+    return any(store.exists(name) for name in _PREPARED)
 
 
 def is_pattern(path: str) -> bool:
@@ -122,6 +138,11 @@ def _walk(base: native.Store, below: str = "") -> Iterator[tuple[str, File]]:
             yield from _walk(base, relative)
         else:
             yield relative, File(_join(_shown(base), relative), size, modified)
+
+
+def _prepared(walked: Iterable[tuple[str, File]]) -> list[str]:
+    pairs = (relative.rpartition("/") for relative, _ in walked)
+    return sorted({directory for directory, _, name in pairs if name in _PREPARED})
 
 
 def _hidden(relative: str) -> bool:

@@ -32,7 +32,7 @@ from farandole.runner.show.training import telling
 from farandole.runner.timelines import gathered
 from farandole.spark.common.backend import SparkBackend
 from farandole.spark.common.data.copies import encoded
-from farandole.spark.common.data.existing import Existing
+from farandole.spark.common.data.existing import Existing, in_use
 from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
 from farandole.spark.common.data.reference import with_statistics, with_stored_statistics
 from farandole.spark.common.data.schema import check_types
@@ -233,16 +233,17 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         self._check()
         backend, store = self._backend(), self._store()
         where = given or Existing.in_store(store, dataset_idx)
-        found = find_data(store, self._roles(), dataset_idx, where)
-        if store.saving_runs():
-            store.check_writable()
-        backend.check()
-        wish = replace(self._wish(), split=None)  # it is split already
-        made = encoded(store, found, where, self._roles(), wish, allow_nan=self.getAllowNan())
-        with progress(self.getVerbose()) as shown, made as prepared:
-            shown.message(_described(prepared))
-            counted = with_stored_statistics(prepared, where.train, self._roles(), wanted=self.getStatistics())
-            return self._train(self._backend(), counted, shown)  # as in `_fit`
+        with in_use(where):  # before the data is opened: nobody deletes it in between
+            found = find_data(store, self._roles(), dataset_idx, where)
+            if store.saving_runs():
+                store.check_writable()
+            backend.check()
+            wish = replace(self._wish(), split=None)  # it is split already
+            made = encoded(store, found, where, self._roles(), wish, allow_nan=self.getAllowNan())
+            with progress(self.getVerbose()) as shown, made as prepared:
+                shown.message(_described(prepared))
+                counted = with_stored_statistics(prepared, where.train, self._roles(), wanted=self.getStatistics())
+                return self._train(self._backend(), counted, shown)  # as in `_fit`
 
     def _check(self) -> None:
         """Refuses parameters that do not go together.

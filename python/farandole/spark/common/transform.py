@@ -38,6 +38,8 @@ class Transformation:
     function: Callable[..., Any]
     edits: Sequence[tuple[str, str, tuple[int, ...], bool]] = ()
     removed: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    """Columns that the function gets in training and not in predictions."""
 
     def __call__(self, arrays: Arrays) -> Arrays:
         """The batch with the columns that the function made of it.
@@ -73,13 +75,16 @@ class Transformation:
                 )
         return made
 
-    def of_features(self, names: Sequence[str]) -> Transformation:
+    def of_features(self, names: Sequence[str], labels: Sequence[str]) -> Transformation:
         """The same for predictions, whose rows have no labels.
 
         Args:
             names: of the features.
+            labels: columns that training has besides.
         """
-        return replace(self, edits=[one for one in self.edits if one[0] in names])
+        others = [*labels, *(one[0] for one in self.edits), *self.removed]
+        absent = [name for name in others if name not in names]
+        return replace(self, edits=[one for one in self.edits if one[0] in names], absent=absent)
 
     def predicted(self, arrays: Arrays, names: Sequence[str]) -> Arrays:
         """The features of rows that are predicted.
@@ -89,15 +94,19 @@ class Transformation:
             names: of the features that the model takes.
 
         Raises:
-            ValueError: as when it is called; the function asks for another column, or leaves out a feature.
+            ValueError: as when it is called; the function asks for a column that only training has, or leaves out a
+                feature.
         """
         try:
             made = self(arrays)
         except KeyError as error:
+            asked = error.args[0] if error.args else None
+            if not isinstance(asked, str) or asked not in self.absent:
+                raise  # the function looked up something of its own
             raise ValueError(
                 f"transformation_fn asks for column {error}: in predictions it gets only the features, which are "
                 f"{', '.join(names)}"
-            ) from None
+            ) from error
         lacking = [name for name in names if name not in made]
         if lacking:
             raise ValueError(f"transformation_fn returns no columns with these names: {', '.join(lacking)}")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_place
+from farandole.data.marks import Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -65,7 +67,33 @@ def _texts(name: str, paths: Paths) -> str | list[str]:
         return os.fspath(paths)
     if not paths:
         raise ValueError(f"{name} is an empty list")
-    return [os.fspath(one) for one in paths]
+    texts = [os.fspath(one) for one in paths]
+    return texts[0] if len(texts) == 1 else texts  # a directory alone may be prepared data, or a table
+
+
+@contextlib.contextmanager
+def in_use(where: Existing) -> Iterator[None]:
+    """Shows that this process uses prepared data: inside the context nobody deletes it or prepares other data there.
+
+    Data where this process cannot write goes without that.
+
+    Args:
+        where: the rows; those that nobody has prepared need nothing.
+
+    Raises:
+        OSError: another process deletes the data, or prepares other data there.
+    """
+    with contextlib.ExitStack() as held:
+        for paths in (where.train, where.val):
+            if isinstance(paths, str) and is_prepared(paths):
+                try:
+                    mark = NativeStore(paths).share()
+                except OSError:  # the data is read-only
+                    continue
+                if mark is None:
+                    raise OSError(f"another process deletes the prepared data at {paths}, or prepares other data there")
+                held.callback(Mark(paths, mark).release)
+        yield
 
 
 def is_prepared(paths: str | list[str]) -> bool:

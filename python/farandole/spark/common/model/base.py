@@ -271,7 +271,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             )
         edits, removed = self.getTransformationEditFields() or (), self.getTransformationRemovedFields() or ()
         names = [name for group in self._inputs() for name in group]
-        return Transformation(function, edits, removed).of_features(names)
+        return Transformation(function, edits, removed).of_features(names, self.getLabelColumns() or ())
 
     def _sent_transformation(self) -> bytes | None:
         """The same, as tasks get it."""

@@ -80,7 +80,7 @@ _SHOWN = frozenset(
 _READERS = 16
 _TAIL = 8
 _HEX = 16
-_VERSION = 2
+_VERSION = 3
 """Of what digests contain: those of another version cannot be compared."""
 
 
