@@ -55,7 +55,7 @@ def claim(owner: object) -> None:
         ValueError: The process has another one, which is not deleted.
     """
     if any(other() is not None for other in _owners):
-        gc.collect()  # models are in cycles of references
+        gc.collect()  # it may be in a cycle of references
     if any(other() is not None for other in _owners):
         raise ValueError(
             "a process can have one FaultTolerantDataParallel or DistributedOptimizer(fault_tolerant=True): delete the "

@@ -177,7 +177,8 @@ class _GradientTolerance(Tolerance):
         """Whether the optimizer's step after the last reduction was not seen yet."""
         self._parameters = parameters
         self._generation = engine.world().generation
-        self._timeout = dist.distributed_c10d._get_default_store().timeout  # noqa: SLF001 - torch has no other name for it
+        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other name for it
+        self._timeout = store.timeout
         this = weakref.ref(self)
 
         def note(*_: Any) -> None:
