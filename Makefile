@@ -35,7 +35,7 @@ test: bytecode loom
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
 
 # Tests that start clusters and jobs as users do. `test-rest` runs all others.
-JOBS := tests/spark tests/ray tests/storage tests/launcher tests/launch tests/trust tests/chaos
+JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
 test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
 
@@ -47,9 +47,10 @@ test-ray: bytecode
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
 # Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
-# missing, its tests are skipped and a message names it.
+# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host.
 test-launch: bytecode packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
+	$(BIN)/python -m pytest tests/launcher tests/parallel -m slow --reruns 1 --durations=10
 
 # An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
 # the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.

@@ -194,7 +194,11 @@ def part(job: Job) -> str:
     try:
         unreachable(job, hosts[0])
         if len(hosts) == 2:
-            assert pings(hosts[0], hosts[1]), f"{hosts[0].name} does not reach {hosts[1].name}, which is in its half"
+            until(
+                lambda: pings(hosts[0], hosts[1]),
+                f"{hosts[0].name} to reach {hosts[1].name}, which is in its half",
+                10.0,
+            )
         time.sleep(12.0)
     finally:
         for host in hosts:

@@ -57,10 +57,8 @@ def finish(job: Job) -> list[dict[str, Any]]:
 
 
 def left_behind(bed: Hosts) -> list[str]:
-    """Segments of shared memory and scratch directories that no process has any more."""
-    segments = [entry for host in bed.hosts.values() for entry in (host.root / "dev/shm").iterdir()]
-    scratch = [entry for host in bed.hosts.values() for entry in (host.root / "run/tmp").glob("farandole-*/work-*")]
-    return [str(entry) for entry in segments + scratch]
+    """Segments of shared memory that no process has any more."""
+    return [str(entry) for host in bed.hosts.values() for entry in (host.root / "dev/shm").iterdir()]
 
 
 @pytest.mark.timeout(int(SECONDS) + 600)

@@ -167,7 +167,7 @@ def disturb(run: Launch, seed: int) -> int:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "script",
     [STATE, TOLERANT, pytest.param(DDP, marks=pytest.mark.slow)],

@@ -205,10 +205,12 @@ def test_a_stall_is_an_event_of_the_run(tmp_path):
 
         hvd.init()
         hvd.barrier()
-        time.sleep(1.5 * hvd.rank())
+        time.sleep(4.0 * hvd.rank())
         hvd.allreduce(np.ones(2), name="late")
 
-    farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"})
-    events = kept(tmp_path)["events"]
-    assert {event["what"] for event in events} == {"stall: others wait for rank 1"}
-    assert "\nMissing ranks:\n1: [" in events[0]["reason"]
+    farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "1"})
+    reasons = [
+        event["reason"] for event in kept(tmp_path)["events"] if event["what"] == "stall: others wait for rank 1"
+    ]
+    assert reasons
+    assert "\nMissing ranks:\n1: [" in reasons[0]

@@ -161,7 +161,9 @@ fn java(page: &mut Page, needed: bool) {
     match version {
         Some(output) => {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
-            page.check(true, "Java", text.lines().next().unwrap_or_default());
+            // Before it, the JVM names variables with options that it takes.
+            let told = text.lines().find(|line| line.contains(" version "));
+            page.check(true, "Java", told.or(text.lines().next()).unwrap_or_default());
         }
         None => {
             page.check(false, "Java", &format!("{program} does not run"));

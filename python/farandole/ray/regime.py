@@ -77,7 +77,8 @@ class Roll:
 
     def dismissals(self) -> list[tuple[int, str]]:
         """Workers that leave now, and why. A worker without which too few would train stays, and may leave later."""
-        spare = len(self._ranks) - len(self._dismissed) - self._least
+        members = self._ranks.keys() - self._waiting - self._dismissed
+        spare = len(members) - self._least
         found = list(self._leaving.items())[: max(spare, 0)]
         for task, _ in found:
             self._dismissed.add(task)

@@ -10,6 +10,7 @@ With a Java it trains on Spark `local[2]`, otherwise on two processes of this ho
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from importlib.util import find_spec
@@ -48,14 +49,14 @@ def main(words: Sequence[str]) -> int:
     store, local = words[0], "local" in words[1:] or not _has_java()
     _train(store, local=local)
     command = "farandole" if shutil.which("farandole") else f"{os.path.relpath(sys.executable)} -m farandole"
-    print(f"see the run in the browser: {command} ui {store}")
+    print(f"see the run in the browser: {command} ui {shlex.quote(store)}")
     return 0
 
 
 def _has_java() -> bool:
     """Whether Spark can be started here."""
-    home = os.environ.get("JAVA_HOME")
-    return shutil.which("java") is not None or (home is not None and shutil.which(f"{home}/bin/java") is not None)
+    home = os.environ.get("JAVA_HOME")  # where it is set, Spark looks nowhere else
+    return shutil.which(f"{home}/bin/java" if home else "java") is not None
 
 
 def _rows() -> tuple[np.ndarray, np.ndarray]:
@@ -78,13 +79,17 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output.argmax(dim=1) == label).float().mean()
 
 
-def _session() -> SparkSession:
-    """A session of Spark on this host with two slots."""
+def _session() -> SparkSession | None:
+    """A session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false")
-    session = builder.getOrCreate()
+    try:
+        session = builder.getOrCreate()
+    except Exception as error:  # noqa: BLE001 - an old Java, for example; the first fit needs no Spark
+        print(f"farandole: Spark did not start: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
     session.sparkContext.setLogLevel("ERROR")
     return session
 
@@ -99,6 +104,7 @@ def _train(path: str, *, local: bool) -> None:
 
     features, classes = _rows()
     session = None if local else _session()
+    local = session is None
     if session is None:
         print("training on two processes of this host, without Spark", flush=True)
         flat = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), _PIXELS)
