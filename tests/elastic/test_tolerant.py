@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ STEPS = 12
 def run(*flags: object, worker: str = str(WORKER), limit: float = 120.0, **plan: Any) -> tuple[list[dict], str]:
     """The results of the ranks that were there at the end, by rank, and what the launcher has said."""
     words = [sys.executable, "-m", "farandole", "run", *map(str, flags), sys.executable, worker]
-    env = os.environ | {"PLAN": json.dumps({"steps": STEPS, "ends": [], **plan})}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT, env=env)
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"PLAN": json.dumps({"steps": STEPS, "ends": [], "folder": folder, **plan})}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False, cwd=ROOT, env=env)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     found = [json.loads(line.partition(":result ")[2]) for line in done.stdout.splitlines() if ":result " in line]
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("["))
@@ -125,6 +127,41 @@ def test_a_rank_that_joins_gets_parameters_state_and_what_is_shared() -> None:
 def test_outside_of_an_elastic_job_a_lost_rank_is_the_error_that_it_was() -> None:
     with pytest.raises(AssertionError, match="FarandoleInternalError"):
         run("-np", 2, ends=[[1, 3, "before"]])
+
+
+def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import farandole.torch as hvd
+    from farandole.common.exceptions import FarandoleInternalError
+    from farandole.torch import _tolerant
+
+    worlds: list[list[list[int]]] = []
+
+    def statuses(own: torch.Tensor, name: str) -> torch.Tensor:
+        del name
+        worlds.append(own.tolist())
+        return torch.cat([own, torch.tensor([[1, 1, 0]])])
+
+    def exchange(records: dict, name: str) -> list[dict]:
+        del name
+        if len(worlds) == 2:
+            raise FarandoleInternalError("a rank was lost")
+        return [records, records]
+
+    hvd.init()
+    try:
+        tolerance = _tolerant.Tolerance(torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True)
+        tolerance.enter()
+        monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
+        monkeypatch.setattr(_tolerant, "allgather", statuses)
+        monkeypatch.setattr(_tolerant, "allgather_object", exchange)
+        monkeypatch.setattr(tolerance, "_transfer", lambda source, behind: worlds.append([[source, behind]]))
+        assert tolerance.change()
+        assert worlds == [[[0, 1, 0]], [[1, True]], [[1, 1, 0]]]
+        assert tolerance.steps == 1
+    finally:
+        hvd.shutdown()
 
 
 def test_what_a_reduction_cannot_be_repeated_with_is_refused() -> None:

@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.elastic.test_tolerant import ALONE, STEPS, expected, is_close, members, run, same
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from farandole.torch.distributed import FaultTolerantDataParallel
 
 SMALL = {"bucket_cap_mb": 0.0001}
 """Several buckets from the second step on."""
@@ -51,6 +57,13 @@ def test_a_step_is_repeated_without_the_only_rank_that_had_finished_it_if_that_i
 def test_a_rank_that_is_lost_after_its_backward_pass_was_in_the_average() -> None:
     found, _ = run(*ALONE, ends=[[2, 5, "after"]], ddp=SMALL)
     assert is_close(same(found), expected(members({2: 6})))
+
+
+@pytest.mark.slow
+def test_ranks_whose_own_collective_fails_before_the_step_rejoin_in_the_next_backward_pass() -> None:
+    found, _ = run(*ALONE, ends=[[2, 5, "after"]], ddp=SMALL, averages=True)
+    assert is_close(same(found), expected(members({2: 6})))
+    assert sum(one["rejoined"] for one in found) > 0
 
 
 @pytest.mark.slow
@@ -118,3 +131,151 @@ def test_what_cannot_be_kept_through_a_change_is_refused() -> None:
     finally:
         dist.destroy_process_group()
         hvd.shutdown()
+
+
+LIMIT = timedelta(seconds=77)
+
+
+class Averaged(torch.nn.Linear):
+    """A layer that assigns another tensor to its buffer in each step."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result = super().forward(inputs)
+        self.average = 0.9 * self.average + 0.1 * result.detach().mean(0)
+        return result
+
+
+class Alone:
+    """A model in a world of this process alone."""
+
+    def __init__(self) -> None:
+        from farandole.torch.distributed import FaultTolerantDataParallel
+
+        self.network = Averaged()
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+        self.model: FaultTolerantDataParallel | None = FaultTolerantDataParallel(self.network, self.optimizer)
+        self.tolerance = self.model._tolerance
+
+    def backward(self) -> None:
+        assert self.model is not None
+        self.model(torch.ones(3, 2)).sum().backward()
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    import farandole.torch as hvd
+    import farandole.torch.distributed  # noqa: F401 - the backend
+    from farandole.torch import _tolerant
+
+    dist.init_process_group("farandole", init_method="farandole://", timeout=LIMIT)
+    try:
+        yield Alone()
+    finally:
+        _tolerant._owners.clear()  # the traceback of a failed test has references to its model
+        dist.destroy_process_group()
+        hvd.shutdown()
+
+
+def test_rejoin_before_the_step_of_the_optimizer_waits_for_the_next_backward_pass(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farandole.torch import _tolerant
+
+    left: list[int] = []
+    monkeypatch.setattr(_tolerant, "leave_and_join", lambda: left.append(alone.tolerance.steps))
+    assert alone.model is not None
+    alone.backward()
+    alone.model.rejoin()
+    assert left == []
+    alone.optimizer.step()
+    alone.backward()
+    assert left == [1]
+    alone.optimizer.step()
+    alone.model.rejoin()
+    assert left == [1, 2]
+
+
+def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_ended(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farandole.common.exceptions import FarandoleInternalError
+    from farandole.data.turns import Place, Turns
+    from farandole.torch import _tolerant
+    from farandole.torch.distributed import _fault_tolerant
+
+    told: list[list[int]] = []
+    records: list[dict[str, Any]] = []
+    others = [[[1, 1, 0]], [], [[1, 1, 0]]]
+    """Of each world: one rank has finished the step, and is lost; nobody has; one has again."""
+
+    def statuses(own: torch.Tensor, name: str) -> torch.Tensor:
+        del name
+        told.extend(own.tolist())
+        return torch.tensor([*own.tolist(), *others.pop(0)])
+
+    def exchange(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        del name
+        records.append(record["rows"])
+        if len(told) == 1:
+            raise FarandoleInternalError("the rank that has finished the step is lost")
+        return [record]
+
+    monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
+    monkeypatch.setattr(_tolerant, "allgather", statuses)
+    monkeypatch.setattr(_tolerant, "allgather_object", exchange)
+    monkeypatch.setattr(_fault_tolerant, "broadcast_tensors", lambda *_: None)
+    monkeypatch.setattr(alone.tolerance, "_is_elastic", True)
+    turns = alone.tolerance._turns["rows"] = Turns(20, 5, False, 0, 1, Place(0, 0))
+    piece = turns.next(0)
+    assert not alone.tolerance.change()
+    assert (alone.tolerance.steps, turns.hand) == (0, [piece])
+    assert alone.tolerance.change()
+    assert (alone.tolerance.steps, turns.hand) == (1, [])
+    assert told == [[0, 1, 0]] * 3
+    assert [record["hand"] for record in records] == [[], [piece], []]
+
+
+def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farandole.torch import _tolerant
+
+    sent: list[int] = []
+    monkeypatch.setattr(
+        _tolerant, "broadcast_tensors", lambda named, _: sent.extend(tensor.data_ptr() for _, tensor in named)
+    )
+    alone.backward()
+    alone.tolerance._transfer(0, False)
+    assert alone.network.average.data_ptr() in sent
+    assert len(sent) == 3
+
+
+def test_a_process_has_one_fault_tolerant_model(alone: Alone) -> None:
+    with pytest.raises(ValueError, match="a process can have one FaultTolerantDataParallel"):
+        Alone()
+    alone.backward()
+    vars(alone.model)["cycle"] = alone.model
+    alone.model = None
+    Alone().backward()
+
+
+def test_the_default_group_keeps_its_timeout_and_is_created_after_a_failed_attempt(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("a rank was lost")
+
+    alone.tolerance._generation -= 1  # as if the world had changed
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "init_process_group", fail)
+        with pytest.raises(OSError, match="a rank was lost"):
+            alone.tolerance._prepare()
+    alone.tolerance._prepare()
+    assert dist.is_initialized()
+    assert dist.distributed_c10d._get_default_store().timeout == LIMIT

@@ -3,8 +3,9 @@
 """A worker of the tests of fault-tolerant optimizers: trains a small model, and is lost where the test says.
 
 `PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, identities being the ranks of the first world;
-`grows`, a size that the world must have again after `steps`, before training ends; and `ddp`, the options of
-`FaultTolerantDataParallel`, if that is to be used.
+`grows`, a size that the world must have again after `steps`, before training ends; `ddp`, the options of
+`FaultTolerantDataParallel`, if that is to be used; `averages`, whether the loss is averaged before each step of the
+optimizer; and `folder`, where each rank notes the reductions that it has finished.
 """
 
 import json
@@ -13,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,17 +48,36 @@ def loss(network: torch.nn.Module, identity: int, step: int) -> torch.Tensor:
 
 taken = []
 """Results of another rank that this one took after its own reduction had failed."""
+rejoined = []
+"""Steps in which the loss could not be averaged."""
 
 
-def fail_once() -> None:
-    """Has the next reduction fail on this rank alone, after it has come to its end on all."""
+LIMIT = 60.0
+"""Seconds that a rank waits for the others to finish a reduction."""
+
+
+def note_finished(folder: Path, identity: int, step: int) -> None:
+    """Tells the ranks whose reduction fails that this one has finished it."""
+    (folder / f"{step}.{identity}").touch()
+
+
+def wait_for_finished(folder: Path, step: int, count: int) -> None:
+    """Waits until so many ranks have finished a reduction."""
+    end = time.monotonic() + LIMIT
+    while len(list(folder.glob(f"{step}.*"))) < count:
+        assert time.monotonic() < end, f"{count} ranks did not finish step {step} in {LIMIT} s"
+        time.sleep(0.01)
+
+
+def fail_once(folder: Path, step: int, others: int) -> None:
+    """Has the next reduction fail on this rank, after so many other ranks have finished it."""
     from farandole.torch.distributed import _fault_tolerant
 
     reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take
 
     def fail(pieces: list) -> None:
         reduce(pieces)
-        time.sleep(0.5)
+        wait_for_finished(folder, step, others)
         _fault_tolerant._reduce = reduce
         raise FarandoleInternalError("a link broke")
 
@@ -66,11 +88,18 @@ def fail_once() -> None:
     _fault_tolerant._reduce, _fault_tolerant._Piece.take = fail, note
 
 
+def average(value: torch.Tensor, tolerant: Any) -> None:
+    """Averages a loss, as a script does that reports it; this fails if a rank is lost."""
+    try:
+        hvd.allreduce(value.detach(), name="loss")
+    except FarandoleInternalError:
+        tolerant.rejoin()
+        rejoined.append(tolerant.steps)
+
+
 def end(moment: str, network: torch.nn.Module) -> None:
     """Ends this process without a word, at once or a little later."""
-    if moment == "fails":
-        fail_once()
-    elif moment == "within":
+    if moment == "within":
         # The gradients of the layers behind it are being reduced by then.
         network[0].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     elif moment == "during":
@@ -81,9 +110,16 @@ def end(moment: str, network: torch.nn.Module) -> None:
         os.kill(os.getpid(), signal.SIGTERM if moment == "asked" else signal.SIGKILL)
 
 
-def main() -> None:
-    """Trains."""
-    plan = json.loads(os.environ["PLAN"])
+def prepare(moment: str | None, network: torch.nn.Module, folder: Path, step: int, plan: dict[str, Any]) -> None:
+    """Arranges what is to happen to this rank in a step before its reduction has ended."""
+    if moment == "fails":
+        fail_once(folder, step, hvd.size() - sum(each[1:] == [step, "fails"] for each in plan["ends"]))
+    elif moment is not None and moment != "after":
+        end(moment, network)
+
+
+def start(plan: dict[str, Any]) -> tuple[torch.nn.Module, Any, Any, Any]:
+    """The model, the module to call, the optimizer, and the one of them that is fault tolerant."""
     if "ddp" in plan:
         from farandole.torch.distributed import FaultTolerantDataParallel
 
@@ -95,32 +131,41 @@ def main() -> None:
     network.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     if "ddp" in plan:
-        called = tolerant = FaultTolerantDataParallel(network, optimizer, **plan["ddp"])
-    else:
-        named = network.named_parameters()
-        called = network
-        tolerant = optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, fault_tolerant=True)
+        called = FaultTolerantDataParallel(network, optimizer, **plan["ddp"])
+        return network, called, optimizer, called
+    named = network.named_parameters()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, fault_tolerant=True)
+    return network, network, optimizer, optimizer
+
+
+def main() -> None:
+    """Trains."""
+    plan = json.loads(os.environ["PLAN"])
+    network, called, optimizer, tolerant = start(plan)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS_FROM)
     tolerant.share(schedule=schedule)
     first = tolerant.steps
     identity = hvd.rank() if first == 0 else 100 + hvd.rank()
     ends = {(who, step): moment for who, step, moment in plan["ends"]}
-    sizes = []
+    sizes, folder = [], Path(plan["folder"])
     goal = sys.maxsize if "grows" in plan else plan["steps"]
     while tolerant.steps < goal:
         step = tolerant.steps
         moment = ends.pop((identity, step), None)
-        if moment is not None and moment != "after":
-            end(moment, network)
+        prepare(moment, network, folder, step, plan)
         optimizer.zero_grad()
-        loss(called, identity, step).backward()
+        value = loss(called, identity, step)
+        value.backward()
+        note_finished(folder, identity, step)
         if moment == "after":
             if "ddp" not in plan:
                 optimizer.synchronize()
             end(moment, network)
+        if "averages" in plan:
+            average(value, tolerant)
         optimizer.step()
         schedule.step()
-        network.seen += 1
+        network.seen = network.seen + 1  # another tensor in each step
         sizes.append(hvd.size())
         if "ddp" in plan:
             assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
@@ -130,7 +175,7 @@ def main() -> None:
                 # All ranks of the grown world see this after the same step.
                 goal = tolerant.steps + 10
     said = {"identity": identity, "rank": hvd.rank(), "steps": tolerant.steps, "first": first, "sizes": sizes}
-    said |= {"seen": int(network.seen), "taken": len(taken)}
+    said |= {"seen": int(network.seen), "taken": len(taken), "rejoined": len(rejoined)}
     said |= {
         "rate": schedule.get_last_lr()[0],
         "weights": [p.detach().flatten().tolist() for p in network.parameters()],

@@ -160,10 +160,11 @@ class Turns:
         read = min(piece.batch, -(-(self.total - piece.start - piece.rank) // piece.size))
         return max(0, -(-(read - piece.offset) // piece.stride))
 
-    def record(self) -> dict[str, Any]:
-        """The message to the other ranks."""
+    def record(self, finishes: bool = False) -> dict[str, Any]:
+        """The message to the other ranks; it may say what is true after `finished`, before that is called."""
+        rounds, dealt, hand = (0, [], []) if finishes else (self.rounds, list(self.dealt), list(self.hand))
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
-        return {**kind, "place": self.place, "rounds": self.rounds, "dealt": list(self.dealt), "hand": list(self.hand)}
+        return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}
 
     def agree(self, records: Sequence[dict[str, Any] | None], rank: int) -> None:
         """Takes over what the ranks of a new world have come to.

@@ -11,11 +11,14 @@ over the present ranks. A new rank, or one that has caught up, joins them with i
 
 If workers are ready to join, or must leave, all ranks change worlds before the same reduction, because the gradients of
 the previous step carry the news from every rank. So when the state is sent to new ranks, the script has finished
-everything that it does after a step, such as a step of its learning rate schedule.
+everything that it does after a step, such as a step of its learning rate schedule. A call of `rejoin` between a
+reduction and its step waits for the next reduction, for the same reason.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +40,28 @@ if TYPE_CHECKING:
 
     from farandole.data.turns import Turns
     from farandole.torch._buckets import Options, Slot
+
+
+_owners: list[weakref.ref[object]] = []
+"""The fault-tolerant model or optimizer of this process, if there is one."""
+
+
+def claim(owner: object) -> None:
+    """Notes the fault-tolerant model or optimizer of this process.
+
+    With two of them, one would leave a world while the other waits in it.
+
+    Raises:
+        ValueError: The process has another one, which is not deleted.
+    """
+    if any(other() is not None for other in _owners):
+        gc.collect()  # it may be in a cycle of references
+    if any(other() is not None for other in _owners):
+        raise ValueError(
+            "a process can have one FaultTolerantDataParallel or DistributedOptimizer(fault_tolerant=True): delete the "
+            "first one and all references to it before you create another"
+        )
+    _owners[:] = [weakref.ref(owner)]
 
 
 class SafeBucket(Bucket):
@@ -154,17 +179,22 @@ class Tolerance:
     Args:
         optimizer: Its parameters and its state are sent to new ranks.
         is_elastic: Whether another world can follow a broken one.
-        others: Other tensors that are sent to new ranks, the same ones in the same order on all ranks.
+        others: Returns other tensors that are sent to new ranks, the same ones in the same order on all ranks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, is_elastic: bool, others: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        is_elastic: bool,
+        others: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
         self.steps = 0
         """Steps that training has finished, on this rank or before it came."""
         self.changes = False
         """Whether some rank has heard that another world should come: before the next step's reduction."""
         self._told = torch.zeros(1, dtype=torch.int32)
         self._optimizer = optimizer
-        self._others = list(others)
+        self._others = others
         self._is_elastic = is_elastic
         self._is_new = True
         self._is_whole = False
@@ -264,42 +294,55 @@ class Tolerance:
         leave_and_join()
         return self.enter()
 
+    def rejoin(self, is_step_due: bool) -> None:
+        """As `change`, but not before the next reduction if the optimizer's step after the last one is still due.
+
+        Until then the parameters of this rank are older than `steps`, and no rank may take them.
+        """
+        if is_step_due:
+            self.changes = True
+        else:
+            self.change()
+
     def enter(self) -> bool:
-        """Agrees with the ranks of a new world on the state; whether this rank took that of another."""
-        took = False
+        """Agrees with the ranks of a new world on the state; whether this rank got a step there that it lacked."""
+        before = self.steps
         while True:
             self._changes.clear()
             try:
-                return self._agree() or took
+                self._agree()
             except FarandoleUsageError:
                 raise
             except FarandoleInternalError:
                 if not self._is_elastic:
                     raise
                 # Part of a state may have come: the next world brings all of it.
-                took = took or not self._is_whole
                 leave_and_join()
+            else:
+                return self.steps > before
 
     def _prepare(self) -> None:
         """Forms what a world needs besides, before its ranks agree."""
 
-    def _agree(self) -> bool:
+    def _agree(self) -> None:
         self._prepare()
-        behind = self._catch_up(self._statuses())
-        if behind:
-            self._count()  # what was read for the step that another rank has finished
-        self._deal()
-        return behind
+        self._deal(self._catch_up(self._statuses()))
 
     def _statuses(self) -> list[list[int]]:
         """Of each rank, how many steps it has finished, whether it has a state of one step, and whether it is new."""
         own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
         return allgather(own, name="tolerant.status").tolist()
 
-    def _deal(self) -> None:
-        """Agrees on who reads what, when all ranks have the same state."""
-        records = {name: books.record() for name, books in self._turns.items()}
+    def _deal(self, finishes: bool) -> None:
+        """Agrees on who reads what, when all ranks have the same state.
+
+        Args:
+            finishes: Whether this rank finishes a step if the agreement does not fail.
+        """
+        records = {name: books.record(finishes) for name, books in self._turns.items()}
         everywhere = allgather_object(records, name="tolerant.turns")
+        if finishes:
+            self.finished()
         for name in {name for each in everywhere for name in each}:
             of_all = [each.get(name) for each in everywhere]
             if name not in self._turns:
@@ -309,7 +352,7 @@ class Tolerance:
             self._turns[name].agree(of_all, basics.rank())
 
     def _catch_up(self, told: list[list[int]]) -> bool:
-        """Has those that are behind take the state of one that is not; whether this rank did."""
+        """Has those that are behind get what they lack; whether this rank is to finish a step after that."""
         whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
@@ -319,18 +362,23 @@ class Tolerance:
         source = min((rank for steps, rank in whole if steps == most), default=0)
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
-        behind = self._bring(told, most, source)
-        self.steps, self._is_whole, self._is_new = most, True, False
-        return behind
+        return self._bring(told, most, source)
 
     def _bring(self, told: list[list[int]], most: int, source: int) -> bool:
-        """Has those that are behind get what they lack; whether this rank took the state of another."""
+        """As `_catch_up`, when some rank is behind."""
         del told
         behind = not self._is_whole or self.steps < most
         if behind and basics.rank() != source:
             self._is_whole = False
         self._transfer(source, behind)
-        return behind
+        self._arrive(most)
+        return False
+
+    def _arrive(self, most: int) -> None:
+        """Notes that this rank has the state after so many steps."""
+        if self.steps < most:
+            self._count()  # what was read for the step that another rank has finished
+        self.steps, self._is_whole, self._is_new = most, True, False
 
     def _transfer(self, source: int, behind: bool) -> None:
         """Sends parameters, the optimizer's state and what is shared from one rank to those that are behind.
@@ -355,7 +403,7 @@ class Tolerance:
         # A rank that is not behind takes part, and keeps its own.
         targets = [
             tensor.detach() if takes or is_source else torch.empty_like(tensor)
-            for tensor in (*parameters, *self._others)
+            for tensor in (*parameters, *self._others())
         ]
         named = [(f"tolerant.state.{index}", tensor) for index, tensor in enumerate(sent)]
         named += [(f"tolerant.parameter.{index}", tensor) for index, tensor in enumerate(targets)]

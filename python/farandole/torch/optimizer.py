@@ -21,7 +21,7 @@ from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._tolerant import Tolerance, TolerantReducer
+from farandole.torch._tolerant import Tolerance, TolerantReducer, claim
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -148,12 +148,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Leaves a world that another collective has found broken, for the next one. Only with `fault_tolerant`.
 
         `step` does so by itself. Call it where a collective of your own, such as the average of a metric, has raised
-        `FarandoleInternalError`.
+        `FarandoleInternalError`. Between `synchronize` and `step` it only has the next reduction leave the world;
+        collectives of your own fail until then.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._tolerant().change()
+        self._tolerant().rejoin(self._synchronized)
 
     def _tolerant(self) -> Tolerance:
         if self._tolerance is None:
@@ -360,6 +361,7 @@ def _enter(optimizer: Any) -> None:
     if reducer is None:
         raise ValueError("fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np")
     reducer.tolerance = tolerance
+    claim(optimizer)
     heed()
     tolerance.enter()
 

@@ -14,6 +14,10 @@ optimizer.
 - FT-1: A rank changes its parameters and its optimizer's state only in the script, except a new rank.
 - FT-2: Each rank that has finished the most reductions has the results of the last one, if another rank lacks them. A
   new rank gets them before it gets the state, so it has them, too.
+- FT-3: When ranks of a new world agree on the state, a rank that has one has the parameters from after its `steps`. So
+  it counts a step with the results of another rank when the agreement has ended, not before: if the agreement fails,
+  and all ranks that had finished the step are lost, the gradients are reduced again. And `rejoin` between a backward
+  pass and the optimizer's step waits for the next backward pass.
 
 DDP itself communicates within a group of this process alone. Otherwise a new rank, which creates its model while the
 others train, would wait for them in DDP's constructor. Ranks may therefore have different buckets, and gradients are
@@ -23,6 +27,7 @@ reduced by name.
 # No postponed annotations: DDP looks at those of a hook.
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -39,7 +44,7 @@ from farandole.common.util import Average
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, table, usable
 from farandole.torch._reduce import Reduction
-from farandole.torch._tolerant import Tolerance
+from farandole.torch._tolerant import Tolerance, claim
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
 from farandole.torch.distributed._work import Done
 from farandole.torch.functions import broadcast_tensors
@@ -75,8 +80,8 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         **options: Other arguments of `DistributedDataParallel`, such as `device_ids` or `gradient_as_bucket_view`.
 
     Raises:
-        ValueError: The default group is not of backend `farandole`, there are other groups, or an option or a layer
-            of the model cannot be used.
+        ValueError: The default group is not of backend `farandole`, there are other groups, an option or a layer of
+            the model cannot be used, or the process has such a model or optimizer already.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -90,9 +95,13 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         # Since 2.15 the other one warns.
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         group = _group_of_one()
+        claim(self)
         super().__init__(module, process_group=group, init_sync=False, **{buffers: False}, **options)
-        own = {parameter for each in optimizer.param_groups for parameter in each["params"]}
-        others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own]
+
+        def others() -> list[torch.Tensor]:
+            own = {parameter for each in optimizer.param_groups for parameter in each["params"]}
+            return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own]
+
         names = {
             name: parameter
             for name, parameter in module.named_parameters()
@@ -126,12 +135,13 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         """Leaves a world that another collective has found broken, for the next one.
 
         `backward` does so by itself. Call it where a collective of your own, such as the average of a metric, has
-        raised `FarandoleInternalError`.
+        raised `FarandoleInternalError`. Between `backward` and `optimizer.step()` it only has the next `backward` leave
+        the world; collectives of your own fail until then.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._tolerance.change()
+        self._tolerance.rejoin(self._tolerance.is_step_due)
 
     def join(self, *arguments: Any, **options: Any) -> Any:
         """Refused: every rank must take part in every step.
@@ -157,27 +167,34 @@ class _GradientTolerance(Tolerance):
         self,
         optimizer: torch.optim.Optimizer,
         is_elastic: bool,
-        others: list[torch.Tensor],
+        others: Callable[[], list[torch.Tensor]],
         parameters: dict[str, torch.nn.Parameter],
     ) -> None:
         super().__init__(optimizer, is_elastic, others)
         self.results: dict[str, torch.Tensor] = {}
-        """Of the last reduction that was finished, flat."""
+        """Of the last reduction that was finished, or of one that this rank finishes when the agreement has ended."""
+        self.is_step_due = False
+        """Whether the optimizer's step after the last reduction was not seen yet."""
         self._parameters = parameters
         self._generation = engine.world().generation
+        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other name for it
+        self._timeout = store.timeout
+        this = weakref.ref(self)
 
-    def change(self) -> bool:
-        """Leaves the world for the next one; whether this rank got the results of its present reduction there."""
-        before = self.steps
-        super().change()
-        return self.steps > before
+        def note(*_: Any) -> None:
+            tolerance = this()
+            if tolerance is not None:
+                tolerance.is_step_due = False
+
+        optimizer.register_step_post_hook(note)
 
     def _prepare(self) -> None:
         """Creates the default group again: a new rank has just created it."""
         generation = engine.world().generation
         if generation != self._generation:
-            dist.destroy_process_group()
-            dist.init_process_group("farandole", init_method="farandole://")
+            if dist.is_initialized():  # it is not if this has failed before
+                dist.destroy_process_group()
+            dist.init_process_group("farandole", init_method="farandole://", timeout=self._timeout)
             self._generation = generation
 
     def _bring(self, told: list[list[int]], most: int, source: int) -> bool:
@@ -186,10 +203,12 @@ class _GradientTolerance(Tolerance):
         is_new = not self._is_whole
         if not all(is_whole for _, is_whole, _ in told):
             self._transfer(source, is_new)
-        return is_new
+        if is_new:
+            self._arrive(most)
+        return self.steps < most
 
     def _deliver(self, source: int, most: int) -> None:
-        """Sends the results of the last reduction to those whose reduction has failed."""
+        """Sends the results of the last reduction to those whose reduction has failed, and to new ranks."""
         results = self.results
         if basics.rank() != source:
             results = {
@@ -197,11 +216,8 @@ class _GradientTolerance(Tolerance):
                 for name, parameter in self._parameters.items()
             }
         broadcast_tensors([(f"tolerant.result.{name}", results[name]) for name in self._parameters], source)
-        if self._is_whole and self.steps == most:
-            return  # it has its own
-        self.results = results
-        if self._is_whole:
-            self.finished()
+        if not self._is_whole or self.steps < most:  # others have their own
+            self.results = results
 
 
 class _Piece:
@@ -324,6 +340,7 @@ class _Reducer:
             self._tolerance.finished()
         self._tolerance.results = {name: result for piece in pieces for name, result in piece.results().items()}
         self._free, self._last = self._last, [piece.memory for piece in pieces]
+        self._tolerance.is_step_due = True
         for piece in pieces:
             piece.settle()
 
