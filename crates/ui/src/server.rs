@@ -319,7 +319,9 @@ mod tests {
             stream.set_read_timeout(Some(2 * UNPROVEN)).unwrap();
             match stream.read(&mut [0]) {
                 Ok(read) => assert_eq!(read, 0, "it is answered"),
-                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "it is still open"),
+                Err(error) => {
+                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "it is still open")
+                }
             }
         }
         assert!(started.elapsed() < 4 * UNPROVEN, "{:?}", started.elapsed());

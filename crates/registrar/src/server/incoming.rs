@@ -93,7 +93,9 @@ impl State {
         let oldest = candidates.filter_map(|((_, source), group)| {
             group.keys().next().map(|number| (group.len(), Reverse(*number), *source))
         });
-        oldest.max().is_some_and(|(_, Reverse(number), source)| self.remove(fullest, source, number).is_some())
+        oldest
+            .max()
+            .is_some_and(|(_, Reverse(number), source)| self.remove(fullest, source, number).is_some())
     }
 }
 
@@ -404,8 +406,8 @@ mod tests {
 
     #[test]
     fn a_network_of_ipv6_is_one_source() {
-        let [one, other, third] =
-            ["2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"].map(|text| source_of(text.parse().unwrap()));
+        let [one, other, third] = ["2001:db8::1", "2001:db8::ffff:2", "2001:db8:0:1::1"]
+            .map(|text| source_of(text.parse().unwrap()));
         assert_eq!(one, other);
         assert_ne!(one, third);
         assert_eq!(source_of("::ffff:10.0.0.1".parse().unwrap()), THERE);
