@@ -77,6 +77,14 @@ def check(found: list[Any], size: int) -> None:
         assert total == pytest.approx(steps)
 
 
+def driven(code: str, directory: Path, **env: str) -> tuple[list[Any], str]:
+    """What the ranks of a driver's program returned, and what it wrote to stderr."""
+    notes = directory / "notes"
+    notes.mkdir()
+    done = drive(code, directory, 200, NOTES=str(notes), **env)
+    return eval(done.stdout.strip().splitlines()[-1]), done.stderr
+
+
 def test_a_killed_worker_is_replaced_and_the_others_keep_their_process(spark: SparkSession, tmp_path: Path) -> None:
     scope: dict[str, Any] = {}
     exec(TRAIN, scope)
@@ -193,10 +201,7 @@ found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=4, min_num_
 print(repr(found))
 """
     )
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    done = drive(code, tmp_path, 200, NOTES=str(notes))
-    found = eval(done.stdout.strip().splitlines()[-1])
+    found, _ = driven(code, tmp_path)
     check(found, 4)
     sizes = [size for _, size in found[0][-1]]
     assert (sizes[0], min(sizes), sizes[-1]) == (4, 2, 4)
@@ -222,15 +227,12 @@ found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=2, min_num_
 print(repr(found))
 """
     )
-    notes = tmp_path / "notes"
-    notes.mkdir()
     (tmp_path / "server").mkdir()
     with connect_server(tmp_path / "server") as url:
-        done = drive(code, tmp_path, 200, NOTES=str(notes), SERVER=url)
-    found = eval(done.stdout.strip().splitlines()[-1])
+        found, _ = driven(code, tmp_path, SERVER=url)
     check(found, 2)
     assert [size for _, size in found[0][-1]] == [2, 1, 2]
-    assert len(list(notes.glob("pid-*"))) == 3
+    assert len(list((tmp_path / "notes").glob("pid-*"))) == 3
 
 
 @pytest.mark.slow
@@ -251,12 +253,9 @@ found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=3, min_num_
 print(repr(found))
 """
     )
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    done = drive(code, tmp_path, 200, NOTES=str(notes))
-    found = eval(done.stdout.strip().splitlines()[-1])
+    found, told = driven(code, tmp_path)
     for _, _, steps, total, _ in found:
         assert total == pytest.approx(steps)
-    assert "leaves: Spark decommissions executor" in done.stderr
-    assert "was lost" not in done.stderr
-    assert "was ended by" not in done.stderr
+    assert "leaves: Spark decommissions executor" in told
+    assert "was lost" not in told
+    assert "was ended by" not in told
