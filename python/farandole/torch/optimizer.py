@@ -17,7 +17,6 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op, rounds_sums
 from farandole.torch._buckets import Options
 from farandole.torch._compiler import load_compiler
-from farandole.torch._memory_ahead import touch
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import plain
 from farandole.torch._reduce import Reduction
@@ -368,4 +367,3 @@ def _enter(optimizer: Any) -> None:
 
 
 basics.before_elastic(load_compiler)
-basics.before_elastic(touch)
