@@ -237,6 +237,23 @@ def test_a_gang_that_nobody_completes_again_is_given_up_with_the_reason_for_its_
     assert script.closed
 
 
+def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(monkeypatch):
+    script = Script(
+        STARTED,
+        [event("lost", task=1, rank=1, text="its agent was silent for 5.0 s")],
+        [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost")],
+        [event("registered", task=0)],
+        endings=[],
+    )
+
+    def endings():
+        raise FarandoleJobError("the Spark job has failed: worker lost")
+
+    monkeypatch.setattr(script, "endings", endings)
+    with pytest.raises(FarandoleJobError, match=r"worker lost; of the gang before, task 1 \(rank 1 on host-1\) was"):
+        play(script, stdout=io.StringIO(), stderr=io.StringIO())
+
+
 def test_published_results_answer_for_rows_that_spark_lost(capsys):
     script = Script(
         STARTED,

@@ -315,9 +315,16 @@ class _Gang(Hearing):
                 "Spark lost rows of a job whose workers had all ended successfully; the driver has their results"
             )
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
+        if lost is not None and self.seen.lost:
+            # Spark reports a lost executor by its own words and timeout; the registrar knows the rank and the host.
+            raise FarandoleJobError(f"{lost}{self.gang_before()}") from lost
         if lost is not None:
             raise lost
         return told
+
+    def gang_before(self) -> str:
+        """The loss that ended the gang before this one, as the end of a sentence; empty if there was none."""
+        return f"; of the gang before, {self.seen.lost}" if self.seen.lost else ""
 
     def all_ended_well(self) -> bool:
         ended = self.seen.ended
@@ -440,7 +447,7 @@ class _Gang(Hearing):
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
             f"had registered{f'; {short_of}' if short_of else ''}"
-            f"{f'; of the gang before, {self.seen.lost}' if self.seen.lost else ''}"
+            f"{self.gang_before()}"
         )
 
     def end(self, reason: str) -> None:
