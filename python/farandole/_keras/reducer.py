@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
-    """What a distributed optimizer needs."""
+    """The methods that a distributed optimizer needs."""
 
     local: set[Any]
 

@@ -96,7 +96,7 @@ class Reader:
         """
     @property
     def columns(self) -> list[Field]:
-        """What batches hold, after `cast`."""
+        """The columns of a batch, after `cast`."""
     def steps(self, start_row: int = 0) -> int:
         """Batches of one epoch, the same on every rank."""
     def epoch(self, epoch: int, start_row: int = 0) -> Epoch:

@@ -9,7 +9,7 @@ def host_hash() -> str:
     """By what ranks are grouped into hosts: `<host>-<16 hexadecimal digits>`."""
 
 class Seat(TypedDict):
-    """Where one rank sits."""
+    """The place of one rank."""
 
     rank: int
     task: int
@@ -39,7 +39,7 @@ class Event:
         "dismissed",
         "finished",
     ]:
-        """What happened. The last three are of elastic jobs: a worker is ended, may go, or all have returned."""
+        """The kind of event. The last three occur in elastic jobs: a worker is ended, may go, or all have returned."""
     @property
     def task(self) -> int | None:
         """The task it happened to; `None` for "assigned" and for an "aborted" that no task caused."""

@@ -42,14 +42,14 @@ class Store:
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
     def is_free(self) -> bool:
-        """Whether no living process has taken or uses the directory."""
+        """Whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
         """Deletes what killed uploads left directly in this directory; nobody else may write here."""
     def exists(self, path: str = "") -> bool:
         """Whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
     def stat(self, path: str) -> _Item:
-        """What is at a path; a missing one is an error."""
+        """Returns the file or directory at a path; raises an error if there is none."""
     def look(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
     def sweep(self, older_than: float) -> list[tuple[str, int, int]]:
@@ -98,7 +98,7 @@ def configure(prefix: str, options: dict[str, str]) -> None:
     """Opens stores at or below a URL with these options from now on, in this process. No value is ever shown."""
 
 def options_of(url: str) -> dict[str, str]:
-    """What was configured for a URL, by names that other readers of the same services know; secrets are among it."""
+    """Returns the options of a URL, by names that other readers of the same services know, including secrets."""
 
 def full_path(path: str) -> str:
     """The path with its scheme; a bare path becomes absolute under `file://`."""

@@ -30,7 +30,7 @@ ATTEMPTS = 3
 
 
 class HostUpdateResult:
-    """How the set of hosts has changed, as bits."""
+    """Changes of the set of hosts, as bits."""
 
     no_update = 0
     removed = 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
 Outcome: TypeAlias = "engine.Gathered | int | None"
-"""What the engine returns for one operation: memory it filled, a number, or nothing."""
+"""The engine's result of one operation: memory it filled, a number, or nothing."""
 _Reached = engine.Reached
 _LOOK = 50e-6
 """Seconds between two looks at a GPU."""

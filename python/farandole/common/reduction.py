@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Groups: TypeAlias = "int | list[list[Any]] | None"
-"""How gradients are grouped: all as one, a number of consecutive groups, or keys of variables."""
+"""Groups of gradients: all in one, a number of consecutive groups, or lists of variables' keys."""
 
 
 def check_predivide(factor: float, op: int) -> tuple[float, float]:

@@ -33,7 +33,7 @@ class _Hash:
 
 
 def content_of(table: pa.Table) -> str:
-    """What tells a table from others: a hash of its rows.
+    """Returns a hash of a table's rows, which distinguishes the table from others.
 
     Args:
         table: Any.

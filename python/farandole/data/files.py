@@ -80,7 +80,7 @@ def find(path: str) -> Found:
 
 
 def is_prepared(directory: str) -> bool:
-    """Whether Farandole prepared data in a directory, or began to.
+    """Whether a directory contains prepared data of Farandole, complete or not.
 
     Args:
         directory: A path or a URL.
@@ -95,13 +95,13 @@ def is_pattern(path: str) -> bool:
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is one of a file."""
+    """Whether a path is the path of a file."""
     directory, name = _split(path)
     return bool(name) and _exists(directory, name) and not native.Store(directory).stat(name)[3]
 
 
 def extensions(files: Iterable[File]) -> set[str]:
-    """How names end, in lower case, without compression."""
+    """Returns the suffixes of the names, in lower case, without those of compression."""
     names = (file.path.rpartition("/")[2].lower() for file in files)
     plain = (re.sub(r"\.(gz|bz2|zst|lz4|br)$", "", name) for name in names)
     return {name.rpartition(".")[2] if "." in name else "" for name in plain}

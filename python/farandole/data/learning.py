@@ -44,13 +44,13 @@ class Wish:
     learned: Mapping[str, str] = field(default_factory=dict)
     """Values that were learned from other rows, and as what."""
     split: Split | None = None
-    """How validation rows are chosen, if not by rows alone."""
+    """The rule that chooses the validation rows, if it needs more than each row alone."""
     ragged: Mapping[str, Any] = field(default_factory=dict)
-    """What becomes of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` where all is known."""
+    """The treatment of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` if all is known."""
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
-        """What has other rows encoded the same way.
+        """Returns the wish that encodes other rows in the same way.
 
         Args:
             encoding: Of rows that were encoded.
@@ -82,7 +82,7 @@ class Wish:
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows are written as they come, but for plain values in the place of what is missing."""
+        """Whether rows are written as they arrive, except that plain values replace missing ones."""
         return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
@@ -102,7 +102,7 @@ class Wish:
         return Encoding(self.categories, self.fill, self.labels, self.learned, ragged=self.ragged)
 
     def without(self, encoding: Encoding) -> Wish:
-        """What of it an encoding does not fulfil.
+        """Returns the part of the wish that an encoding does not fulfil.
 
         Args:
             encoding: Of rows that were encoded already.
@@ -388,7 +388,7 @@ def _decoded(column: Any) -> Any:
 
 
 def _is_training(column: Any) -> Any:
-    """Which rows a validation column puts among the training rows."""
+    """Returns which rows a validation column assigns to training."""
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.compute as pc  # noqa: PLC0415
 

@@ -26,7 +26,7 @@ _TICK = 60.0
 _RENEWAL = 6 * 3600.0
 """Seconds after which a mark is written again that others believe for a week."""
 _TIMES = 10
-"""How often a mark is written again within the time that others believe it."""
+"""The number of times a mark is written again within its validity."""
 _LOCK = threading.Lock()
 _HELD: set[Mark] = set()
 _log = logging.getLogger("farandole")
@@ -74,7 +74,7 @@ class Mark:
                 )
 
     def is_due(self) -> bool:
-        """Whether it is time to renew it."""
+        """Whether the mark must be renewed now."""
         return time.monotonic() >= self._due
 
     def release(self, patience: float | None = None) -> None:
@@ -92,7 +92,7 @@ class Mark:
                 self._touching.release()
 
     def _is_held(self) -> bool:
-        """Whether this process, and no parent of it, holds the mark."""
+        """Whether this process itself holds the mark, and not a parent of it."""
         with _LOCK:
             return self in _HELD and self._pid == os.getpid()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Batch = dict[str, Any]
 
 LENGTH = "__length"
-"""How the name of the column ends that holds the lengths of a ragged column."""
+"""The suffix of the column that holds the lengths of a ragged column."""
 _STATE_VERSION = 1
 
 
@@ -65,7 +65,7 @@ class PoolLoader(BaseDataLoader):
 
     @property
     def epoch(self) -> int:
-        """Which epoch the next iteration is."""
+        """The number of the next epoch."""
         return self.loader.epoch
 
     def set_epoch(self, epoch: int) -> None:

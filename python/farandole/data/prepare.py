@@ -57,7 +57,7 @@ class PreparedData:
     val_rows: int
     columns: dict[str, Column]
     reused: bool = False
-    """Whether it had been prepared before."""
+    """Whether the data had been prepared before."""
     dropped: int = 0
     """Rows that the validation column puts on neither side."""
     resumed: int = 0
@@ -79,7 +79,7 @@ class PreparedData:
 
     @property
     def ragged(self) -> dict[str, Ragged]:
-        """How lists of different lengths are padded, by column."""
+        """The padding of lists of different lengths, by column."""
         return {} if self.encoding is None else dict(self.encoding.ragged)
 
     def release(self) -> None:
@@ -232,7 +232,7 @@ def roles_of(
 def spec_of(
     roles: Roles, seed: int, fill: Mapping[str, Any] | float | str | None = None, *, allow_nan: bool = False
 ) -> dict[str, Any]:
-    """What the native writer is told about columns, the split and what is missing; see `farandole._native.prepare`."""
+    """Returns the native writer's arguments for columns, split and missing values; see `farandole._native.prepare`."""
     split: dict[str, Any] | None = None
     if isinstance(roles.validation, str):
         split = {"column": roles.validation}

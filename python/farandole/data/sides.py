@@ -32,7 +32,7 @@ _NULL = 0xA5A5A5A5A5A5A5A5
 
 @dataclass(frozen=True)
 class Split:
-    """How validation rows are chosen."""
+    """The rule that chooses the validation rows."""
 
     by: Literal["stratify", "group", "time"]
     column: str
@@ -193,7 +193,7 @@ class _Classes:
             raise ValueError(f"column {self.split.column!r} has more than {_CLASSES} classes to hold rows out of")
 
     def sides(self) -> Sides:
-        """What puts each row on a side: of a class with two rows, one at least on each.
+        """Returns the rule for each row's side. If a class has two rows or more, both sides get at least one.
 
         Raises:
             ValueError: no class has two rows that differ.
@@ -228,7 +228,7 @@ class _Groups:
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
 
     def sides(self) -> Sides:
-        """What puts each group on a side.
+        """Returns the rule for each group's side.
 
         Raises:
             ValueError: there are no two groups.
@@ -278,7 +278,7 @@ def _checked(column: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Sides:
-    """Which rows are held out, once all were looked at."""
+    """The rule that holds out rows, made by a pass over all rows."""
 
     split: Split
     bounds: Mapping[str | None, int] = field(default_factory=dict)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MEMORY = 256 << 20
 """Bytes that sorts, joins and groups may hold before they spill."""
 TABLE = "source"
-"""What a source is called in a query when it has no other name."""
+"""The name of a source in a query if it has no other name."""
 _MOMENTS = ("random(", "now(", "current_", "uuid(", "today(")
 
 

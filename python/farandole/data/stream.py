@@ -110,7 +110,7 @@ class StreamLoader(BaseDataLoader):
         self._shapes = Shapes()
         self._wrap = wrapper(framework)
         self._start = (0, 0, 0)
-        """Which pass, the first row of the window, and rows of this that were taken, at the next iteration."""
+        """Start of the next iteration: the pass, the first row of the window, and rows already taken from it."""
         self._done = 0
         """Steps of the iteration that were done before it was resumed."""
         self._rounds: Generator[tuple[tuple[int, int, int], Batch | None]] | None = None

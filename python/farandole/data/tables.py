@@ -116,7 +116,7 @@ def iceberg_at(source: Any) -> Any:
 
 
 def iceberg_print(table: Any) -> str:
-    """What tells a table's rows from those of other tables and times.
+    """Returns the identity of a table's rows at its snapshot.
 
     Args:
         table: Of pyiceberg.

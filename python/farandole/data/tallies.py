@@ -87,7 +87,7 @@ class Quantile:
     cells: dict[int, int] = field(default_factory=dict)
     """Rows by number, as an integer of the same order without its lowest bits."""
     dropped: int = 0
-    """How many bits those are: as few as the cells allow, which depends on all rows alone."""
+    """The number of those bits: as few as the cells allow. It depends only on the set of all rows."""
     most: int = _CELLS
     """Cells, at most."""
 
@@ -218,7 +218,7 @@ class Longest:
 
 @dataclass
 class Values:
-    """How often each value of a column occurs."""
+    """The number of occurrences of each value of a column."""
 
     counts: dict[Any, int] = field(default_factory=dict)
 

@@ -93,7 +93,7 @@ class TorchDataset(IterableDataset):
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is; in a worker process, where this worker is (as torchdata's `StatefulDataLoader` asks).
+        """Returns the consumer's position; in a worker process, this worker's, for torchdata's `StatefulDataLoader`.
 
         The state of a worker belongs to that number of workers; without workers, it is the loader's and fits any world.
         """

@@ -156,7 +156,7 @@ class Turns:
         return place, Round(nothing, size, True)
 
     def rows(self, piece: Piece) -> int:
-        """How many rows a piece has."""
+        """Returns the number of rows of a piece."""
         read = min(piece.batch, -(-(self.total - piece.start - piece.rank) // piece.size))
         return max(0, -(-(read - piece.offset) // piece.stride))
 

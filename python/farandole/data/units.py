@@ -32,7 +32,7 @@ class Source:
 
     schema: pa.Schema
     print: str | None
-    """What tells it from other data; `None` when nobody can ask for it again."""
+    """The identity of the data; `None` if no later call can ask for the same data."""
     units: Callable[[list[str]], list[Unit]]
     """Streams of these columns; refuses files that disagree about them."""
     ordered: bool = True

@@ -197,7 +197,7 @@ class _Moments:
 
     @property
     def state_key(self) -> str:
-        """What a checkpoint knows it by."""
+        """The key of the callback's state in a checkpoint."""
         return "farandole.elastic"
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:

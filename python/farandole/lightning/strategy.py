@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
 
 NAMES = ("farandole", "horovod")
-"""What `Trainer(strategy=...)` takes once the strategy is registered."""
+"""Values for `Trainer(strategy=...)` that the registration adds."""
 
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 

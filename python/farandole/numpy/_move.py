@@ -262,7 +262,7 @@ def _start_alltoall(
 
 
 def _row_counts(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
-    """How many of the rows go to each member.
+    """Returns the number of rows for each member.
 
     Raises:
         ValueError: When they cannot be dealt out that way.

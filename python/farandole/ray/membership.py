@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How a worker of Ray Train becomes a rank: called in its actor, by the backend and around the training function.
+"""Makes a worker of Ray Train a rank: called in its actor, by the backend and around the training function.
 
 In an elastic job, the registrar knows a worker through its agent. The actor runs an agent in a thread. The agent's
 child process represents the actor: it ends with the outcome of the training function, and dies with the actor.

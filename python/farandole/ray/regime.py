@@ -30,7 +30,7 @@ _END_WITHIN = 5.0
 
 
 class Roll:
-    """Which workers are in the job, which have to leave, and whose ranks in Ray nobody has.
+    """The workers in the job, the workers that must leave, and the ranks in Ray without a worker.
 
     Args:
         least: Fewest workers that train.
@@ -86,7 +86,7 @@ class Roll:
         return found
 
     def blocks_reports(self) -> bool:
-        """Whether a report waits for a rank that does not come: its worker has left, or waits for the next world."""
+        """Whether a report waits for a rank whose worker has left or waits for the next world."""
         return self._worlds > 0 and bool(self._waiting or self._vacant)
 
 

@@ -139,5 +139,5 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _is_cause(error: BaseException) -> bool:
-    """Whether a failure is no mere consequence of another rank's."""
+    """Whether a failure is a cause, and not a consequence of another rank's failure."""
     return not isinstance(error, FarandoleInternalError)

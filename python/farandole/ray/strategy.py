@@ -25,14 +25,14 @@ _NEWS_EVERY = 15.0
 
 
 class _Running:
-    """How many jobs of this process hold resources that they give back when they end."""
+    """Counts the jobs of this process that hold resources until they end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs = 0
 
     def jobs(self) -> int:
-        """How many there are."""
+        """The number of these jobs."""
         with self._lock:
             return self._jobs
 

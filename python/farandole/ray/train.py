@@ -81,7 +81,7 @@ class FarandoleConfig(BackendConfig):
 
     @property
     def framework(self) -> None:
-        """None of those that Ray counts."""
+        """`None`: Ray counts the use of some frameworks, and Farandole is none of them."""
         return
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _KIND: Final = "ray tune"
 
 @dataclass
 class RankSession:
-    """What `ray.tune` asks in a rank, instead of the session of the trial's process.
+    """Stands in a rank for the session of the trial's process, which `ray.tune` asks.
 
     Attributes:
         experiment_name: As Tune's.

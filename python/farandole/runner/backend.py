@@ -223,7 +223,7 @@ def _cores() -> int:
 
 
 _CORES = Slots(_cores, "cores")
-"""What the jobs of searches on this host share."""
+"""The cores that the jobs of searches on this host share."""
 
 
 def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:

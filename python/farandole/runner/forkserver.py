@@ -209,7 +209,7 @@ class Server:
         stand_in.close()
 
     def _is_stale(self) -> bool:
-        """Whether a file is no longer what was imported; workers of one job are asked for together."""
+        """Whether an imported file has changed. One check serves the workers of a job, which are requested together."""
         if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
             return False
         self._looked = time.monotonic()
@@ -296,7 +296,7 @@ def _is_own(stand_in: socket.socket) -> bool:
 
 
 def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
-    """What a stand-in hands over.
+    """Receives the request of a stand-in.
 
     Raises:
         ValueError: It is no request.
@@ -323,7 +323,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _message(stand_in: socket.socket, head: bytes) -> bytes:
-    """What follows a length; nothing where it is none, or the stand-in hangs up."""
+    """Receives the message after its length; empty if the length is invalid or the stand-in hangs up."""
     length = struct.unpack("=I", head)[0] if len(head) == struct.calcsize("=I") else 0
     message = bytearray()
     while len(message) < length <= _MOST:
@@ -390,7 +390,7 @@ def _own_streams() -> None:
 
 
 def _own_state() -> None:
-    """What a process of its own would have: its signals, its share of the cores, its own random numbers."""
+    """Gives a forked worker its own signal handlers, CPU affinity and random numbers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -77,7 +77,7 @@ class Agents(ABC):
 
     @abstractmethod
     def endings(self) -> list[Ending]:
-        """How every task ended; raises what kept the agents from running. Called once `done`."""
+        """Returns how each task ended, once `done`; raises the error that kept the agents from running."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _Seen:
     well_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
     lost: str = ""
-    """Which task of a gang that worked was lost first, and why; known until the next gang works."""
+    """The first task that a working gang lost, with the reason; cleared when the next gang works."""
 
     @property
     def is_forming(self) -> bool:
@@ -301,7 +301,7 @@ class _Gang(Hearing):
         return True
 
     def endings(self) -> list[Ending]:
-        """How every task ended: as the agents say, or as this generation published when Spark lost their rows."""
+        """Returns how each task ended: as its agent reports, or as this generation published if Spark lost its row."""
         told: list[Ending] = []
         lost: FarandoleJobError | None = None
         try:
@@ -328,7 +328,7 @@ class _Gang(Hearing):
         return self.all_ended_well() and len(self.seen.results) == self.size
 
     def ending(self, event: Event) -> Ending:
-        """What the registrar alone knows of a worker's end; results up to 16 MiB pass through it, too."""
+        """Returns an ending from the registrar's own knowledge, with a result of at most 16 MiB."""
         task = event.task or 0
         return Ending(
             task,

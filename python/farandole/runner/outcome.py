@@ -33,7 +33,7 @@ Row = tuple[int, str, int, bytes]
 
 @dataclass(frozen=True)
 class Ending:
-    """How the worker of one task ended.
+    """The end of a task's worker.
 
     Attributes:
         task: Number of the task.

@@ -30,7 +30,7 @@ def culprit(things: Mapping[str, Any]) -> str:
 
 
 def _path(value: Any, why: str, depth: int) -> str:
-    """Where inside of an object the same reason is met last: it may have further parts that it does not pickle."""
+    """Returns the path of the innermost object with this reason. Other parts may be impossible to pickle, too."""
     for step, inner in _inside(value) if depth else ():
         if _refusal(inner) == why:
             return f"{step}{_path(inner, why, depth - 1)}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SWITCH: Final = "FARANDOLE_WARM_WORKERS"
 IDLE: Final = "FARANDOLE_WARM_IDLE_SECONDS"
 PRELOADS: Final = ("torch", "farandole.torch", "farandole.spark.torch.remote")
-"""What a server imports: the first must work, the others are dropped where they do not."""
+"""Modules that a server imports. The first must be importable; others that are not are left out."""
 _LIGHTNING: Final = ("lightning.pytorch", "pytorch_lightning")
 
 _IDLE_SECONDS: Final = 120.0
@@ -51,7 +51,7 @@ _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
 @dataclass(frozen=True)
 class Warm:
-    """That workers are to come from a fork server.
+    """Asks for workers that are forked from a server.
 
     Attributes:
         preload: Modules it imports.

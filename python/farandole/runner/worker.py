@@ -24,7 +24,7 @@ from farandole.runner.watcher import TOLD
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
 EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
-"""What the driver of an elastic job wants to know of each worker: its executor of Spark, or its node of Ray."""
+"""The worker's Spark executor or Ray node, which the driver of an elastic job asks for."""
 
 
 def main() -> int:

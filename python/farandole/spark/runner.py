@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from farandole.stores.store import Store
 
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
+"""Hosts open connections and accept none, so a gang can meet only at its driver."""
 GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
-"""That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
 
 
 def run(  # noqa: D417 - the ignored ones are named in one line

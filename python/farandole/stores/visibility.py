@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SHARED = ("/dbfs/", "/Volumes/", "/mnt/")
-"""Where shared file systems are mounted by custom."""
+"""Usual mount points of shared file systems."""
 
 
 def told_local(url: str, hosts: list[str]) -> str | None:
-    """What to say of a store on a local path, when processes run on several hosts.
+    """Returns the warning about a store on a local path when processes run on several hosts.
 
     Args:
         url: of the store.

@@ -21,9 +21,9 @@ from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
 
 REDUCTION = ("reduce_op", "prescale", "postscale")
-"""What reductions are told."""
+"""Names of a reduction's arguments."""
 DEFAULTS = {"tensor_name": b"", "process_set": 0, "reduce_op": Average, "prescale": ONE, "postscale": ONE}
-"""What eager ops were told if they were not told otherwise."""
+"""Default arguments of eager ops."""
 
 
 def _reduction(told: dict[str, Any]) -> dict[str, Any]:

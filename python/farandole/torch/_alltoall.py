@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
-    """How many rows go to each member.
+    """Returns the number of rows for each member.
 
     Raises:
         ValueError: When the rows cannot be dealt out that way.

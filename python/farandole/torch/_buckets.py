@@ -63,7 +63,7 @@ class Slot:
 
 
 class Options(NamedTuple):
-    """How gradients are reduced."""
+    """The settings of a gradient reduction."""
 
     reduction: Reduction
     compression: type[Compressor] | StatefulCompressor
@@ -174,7 +174,7 @@ class Bucket:
             self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments, spots(sources))
 
     def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        """Where a gradient is reduced to: its own memory."""
+        """Returns the memory that receives the reduced gradient: the gradient's own."""
         del slot
         return grad
 
@@ -311,12 +311,12 @@ class ViewBucket(Bucket):
         slot.parameter.grad = view
 
     def _goes_past(self, slot: Slot, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether a gradient is copied past the caches: by one thread, so not where torch copies with several."""
+        """Whether a gradient is copied past the caches, by one thread: not if torch copies with several."""
         alone = slot in self._offsets and torch.get_num_threads() == 1
         return alone and _is_plain(grad, view) and not self._holds(grad)
 
     def _holds(self, grad: torch.Tensor) -> bool:
-        """Whether the gradient lies in the bucket's memory already: its own or a neighbour's, under another name."""
+        """Whether the gradient is in the bucket's memory already, under its own name or a neighbour's."""
         return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
     def start(self) -> None:
@@ -363,7 +363,7 @@ class ViewBucket(Bucket):
 
 
 def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether the gradient's bytes are those that `like`, of its shape on the host, would have after a copy."""
+    """Whether `like`, of the same shape on the host, can be filled by copying the gradient's bytes."""
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided

@@ -153,7 +153,7 @@ class GradientReducer:
         return (ViewBucket if self._as_view else Bucket)(slots, self._options)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when it has added to the gradient; keeps neither parameter nor reducer alive."""
+        """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter nor reducer alive."""
         slot_of, reducer_of = weakref.ref(slot), weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ basics.on_init(_enter_world)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:
-    """Whether reductions can run beside the backward pass without taking its time.
+    """Whether reductions can run beside the backward pass without slowing it down.
 
     Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
     89 ms took 102. With several hosts the network's time is hidden in any case.

@@ -263,7 +263,7 @@ class _Conduct:
 
 
 def _described(generation: int, workers: set[int], before: set[int]) -> str:
-    """What a user is told of a new world. State that only workers had is lost with the last of them.
+    """Describes a new world for the user. State that only workers had is lost with the last of them.
 
     Args:
         generation: Which world it is, from 1.

@@ -99,7 +99,7 @@ class Training(Watcher):
             self._ask = ask
 
     def variables(self) -> dict[str, str | None]:
-        """What workers are told so that they say of themselves what is shown."""
+        """Returns variables that make workers report their progress."""
         return {TOLD: "1"} if self._all else {}
 
     def tagged(self, tag: str, size: int) -> None:

@@ -408,7 +408,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
 
     def _split(self) -> Split | None:
-        """How validation rows are chosen, if not by rows alone."""
+        """Returns the rule that chooses the validation rows, if it needs more than each row alone."""
         columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 

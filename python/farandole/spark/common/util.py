@@ -122,7 +122,7 @@ def prepare_data(
 
 
 def get_dataset_properties(dataset_idx: int | None) -> tuple[int, int, dict[str, Any], float]:
-    """What `get_simple_meta_from_parquet` says of a data set that this process prepared.
+    """Returns the same as `get_simple_meta_from_parquet`, for a data set that this process prepared.
 
     Args:
         dataset_idx: as `prepare_data` yielded it.

@@ -258,7 +258,7 @@ def told_misfit(shape: Shape, error: Exception) -> str:
 
 
 def told_mapping(shape: Shape, labels: Sequence[Label], outputs: Sequence[Sequence[int]]) -> str:
-    """How columns go into the model and come out of it, for the user to see.
+    """Describes for the user how columns become inputs of the model and its outputs become columns.
 
     Args:
         shape: of the model.

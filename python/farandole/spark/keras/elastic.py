@@ -30,7 +30,7 @@ EVERY = 10
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run has come, the same on every rank.
+    """The progress of a run, the same on every rank.
 
     Attributes:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
@@ -181,7 +181,7 @@ class Moments(keras.callbacks.CallbackList):
 
 
 class Told:
-    """Which of the user's callbacks were told of which moments that come once.
+    """Remembers which of the user's callbacks have been called for events that occur only once.
 
     Args:
         callbacks: the user's.

@@ -42,9 +42,9 @@ class Feed:
         self.source = source
         self.steps = steps
         self.rows = source.place_after(0, steps).rows
-        """Of all processes, in an epoch."""
+        """Rows of all processes in an epoch."""
         self.validates = source.own > 0
-        """Whether this process has rows, and not one that only fills its place."""
+        """Whether this process has rows; `False` if it only takes part in the collectives."""
         ends = trains and steps >= source.steps_until_end()
         self.shares = trains and (moves or (ends and not source.is_even))
         self.leaves_out = ends and source.leaves_out
@@ -54,10 +54,10 @@ class Feed:
         self._job = job
 
     keeps_place = True
-    """Whether an epoch can go on in the middle, in another process."""
+    """Whether another process can continue an epoch in the middle."""
 
     def place_after(self, epoch: int, steps: int) -> Place:
-        """How far all processes have come.
+        """Returns the position of all processes.
 
         Args:
             epoch: its number.
@@ -136,7 +136,7 @@ class Validation(keras.utils.PyDataset):
 
 
 class ModuleFeed:
-    """What a data module of the user's gives, which is what `fit` takes; all its rows count.
+    """The data of a user's data module, in the form that `fit` takes; all its rows count.
 
     Args:
         data: makes it.
@@ -155,7 +155,7 @@ class ModuleFeed:
         self._data = data
 
     def place_after(self, _epoch: int, steps: int) -> Place:
-        """How many steps are done: no more is known.
+        """Returns the number of steps that are done. No other position is known.
 
         Args:
             steps: that are done.

@@ -38,7 +38,7 @@ class _Imported:
 
     @property
     def available(self) -> bool:
-        """Whether anything can be of its types."""
+        """Whether TensorFlow is imported: without it, no object can be of its types."""
         return "tensorflow" in sys.modules and self._lazy.available
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ def annotate(data: bytes, note: Mapping[str, Any]) -> bytes:
 
 
 def note_of(data: bytes) -> dict[str, Any]:
-    """What `annotate` put into a file; empty when it did not.
+    """Returns the note that `annotate` put into a file; empty if there is none.
 
     Args:
         data: a `.keras` file.

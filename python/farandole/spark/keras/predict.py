@@ -85,7 +85,7 @@ class Predictor:
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """How many elements each output has: one row per output, when there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to try.
 
         Args:
             batches: with the feature columns.
@@ -101,7 +101,7 @@ class Predictor:
 
     @cached_property
     def _content(self) -> str:
-        """What tells the model from others; found out once in a task."""
+        """The identity of the model, computed once in a task."""
         return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
 
     def _load(self) -> Any:
@@ -165,7 +165,7 @@ class Predictor:
         return Shape(*inputs_of(model, self.groups, columns), None)
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """What the model returns of some rows, (rows, elements) per output.
+        """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
             batch: whose columns go by number.

@@ -77,7 +77,7 @@ class GlobalScores(keras.callbacks.Callback):
 
 
 def summed_metrics(model: Any, stage: str, *, counts: bool) -> Any:
-    """What the metrics of all processes have come to, as one array; a collective call.
+    """Returns the metrics' variables over all processes as one array; a collective call.
 
     Args:
         model: compiled.
@@ -110,7 +110,7 @@ def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
 
 
 def _contribution(part: Any, variable: Any, counts: bool) -> Any:
-    """What this process adds to a metric's variable, as the variable wants to be put together."""
+    """Returns this process's part of a metric's variable, according to the variable's aggregation."""
     vector = part.reshape(-1).astype(np.float64)
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation in ("mean", "only_first_replica"):

@@ -23,7 +23,7 @@ EVERY = 10
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run has come, the same on every rank.
+    """The progress of a run, the same on every rank.
 
     Attributes:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.

@@ -46,7 +46,7 @@ class Loader:
         return self._until_end() - self._place.steps
 
     def place_after(self, epoch: int, steps: int) -> Place:
-        """How far all processes have come.
+        """Returns the position of all processes.
 
         Args:
             epoch: that is in progress.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Steps:
-    """What a plain module lacks to be Lightning's: steps that train it on batches by column."""
+    """The training steps on batches by column that a plain module needs to be a Lightning module."""
 
     model: torch.nn.Module
     log_dict: Any

@@ -41,7 +41,7 @@ def defer() -> None:
 
 
 def is_deferred() -> bool:
-    """Whether nobody has needed the compiler."""
+    """Whether the compiler has not been needed yet."""
     return isinstance(sys.modules.get(_NAME), _Deferred)
 
 

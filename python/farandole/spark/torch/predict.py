@@ -86,7 +86,7 @@ class Predictor:
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """How many elements each output has: one row per output, when there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to try.
 
         Args:
             batches: with the feature columns.
@@ -101,7 +101,7 @@ class Predictor:
 
     @cached_property
     def _content(self) -> str:
-        """What tells the model from others; found out once in a task."""
+        """The identity of the model, computed once in a task."""
         return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
 
     def _load(self) -> torch.nn.Module:
@@ -116,7 +116,7 @@ class Predictor:
         return _MODELS[key]
 
     def _device(self) -> str:
-        """Where this task predicts: on the GPU that Spark gave it, or with `use_gpu` on one that it sees."""
+        """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a visible one."""
         import torch
 
         from farandole.spark.task import choose_device, resources
@@ -163,7 +163,7 @@ class Predictor:
         return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """What the model returns of some rows, (rows, elements) per output.
+        """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
             batch: whose columns go by number.

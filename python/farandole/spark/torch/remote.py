@@ -233,7 +233,7 @@ class _Trainer:
         self.course.reaches(**reached(), scores=scores.everywhere())
 
     def _may_commit(self, source: Batched, step: int) -> bool:
-        """Whether this is a step to come back to: one after which no gradients wait, every so often."""
+        """Whether the state may be committed after this step: no gradients wait, and the interval has passed."""
         is_due = self.course.moves and source.keeps_place and step % (self.loop.backward_passes * EVERY) == 0
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
@@ -276,7 +276,7 @@ class _Trainer:
         return scores.everywhere()
 
     def _is_over(self) -> bool:
-        """Whether the run ends before its last epoch; every rank comes to the same answer."""
+        """Whether the run ends before its last epoch; the answer is the same on every rank."""
         if self.over is not None or self._has_enough_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):

@@ -99,7 +99,7 @@ class Scores:
 
 
 def is_stateful(function: Any) -> bool:
-    """Whether a metric gathers a state of its own, as those of torchmetrics do."""
+    """Whether a metric keeps a state of its own, as those of torchmetrics do."""
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to"))
 
 
@@ -121,7 +121,7 @@ def _has_others() -> bool:
 
 
 def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """What torchmetrics asks of a world: the tensor of every rank, whatever their shapes."""
+    """Gathers a tensor of any shape from every rank, in the form that torchmetrics expects."""
     del group
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     mine = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.view(torch.uint8).numpy()

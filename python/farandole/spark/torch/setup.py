@@ -147,5 +147,5 @@ def module_steps(data: Data, size: int) -> tuple[int, int]:
 
 
 def _is_exact(dtype: str) -> bool:
-    """Whether a cast to float32 keeps what a look at the labels is after."""
+    """Whether labels of this type can be examined as float32."""
     return dtype.startswith(("float", "int", "uint", "bool"))

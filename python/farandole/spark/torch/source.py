@@ -21,7 +21,7 @@ class TensorSource(Source):
     """Prepared data, or anybody's Parquet, through the native reader."""
 
     keeps_place = True
-    """Whether an epoch can go on in the middle, in another process."""
+    """Whether another process can continue an epoch in the middle."""
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
         """As `Source.epoch`."""
@@ -58,7 +58,7 @@ class ModuleSource:
         return self.steps
 
     def place_after(self, _number: int, steps: int) -> Place:
-        """How many steps are done: no more is known.
+        """Returns the number of steps that are done. No other position is known.
 
         Args:
             steps: that are done.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from farandole.spark.torch.job import Loop
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `precision` may be, and the type that autocast takes for it."""
+"""Values of `precision`, with the type for autocast."""
 
 
 class Stepper:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farandole.spark.torch.job import Label
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
-"""What an input may be cast to."""
+"""Types that an input may be cast to."""
 
 
 def inputs_of(
@@ -201,7 +201,7 @@ def told_mapping(
     outputs: Sequence[torch.Tensor],
     losses: Sequence[Callable[..., Any]],
 ) -> str:
-    """How columns go into the model and come out of it, for the user to see.
+    """Describes for the user how columns become inputs of the model and its outputs become columns.
 
     Args:
         inputs: the arguments of the model.

@@ -54,7 +54,7 @@ def addresses_of_this_host() -> list[str]:
 
 
 def _listen() -> tuple[socket.socket, str | None]:
-    """What accepts, where the job's settings allow it; and the address that they name, if they do."""
+    """Returns a listening socket within the job's settings, and the address if they name one."""
     from farandole._native import hosts  # noqa: PLC0415 - clients do without
 
     address, first, last = hosts.listening()

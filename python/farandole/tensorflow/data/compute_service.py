@@ -233,7 +233,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
 
 
 _jobs: dict[bytes, list[tuple[Any, ...]]] = {}
-"""What this process has shared by each service, by the service's key."""
+"""Jobs that this process shares through each service, by the service's key."""
 
 
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:

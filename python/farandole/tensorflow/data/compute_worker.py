@@ -54,7 +54,7 @@ def main(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
+    """Returns the parser of the command's arguments."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("configfile", help="file to write, which trainers read")
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")

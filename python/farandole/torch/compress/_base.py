@@ -91,7 +91,7 @@ class VectorCompressor(Compressor):
     """
 
     splits = True
-    """Whether the payload of a vector's part depends on nothing else."""
+    """Whether the payload of a part depends on that part alone."""
     alignment = 1
     """Numbers a part of a vector is a multiple of."""
 

@@ -143,7 +143,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """What the other members need to know of this process for the next `reconfigure`."""
+        """Returns this process's description, which the other members need for the next `reconfigure`."""
         return str(Handle(self._uuid, self._rank, self._instance, engine.here()))
 
     def reconfigure(self, opts: Any) -> Work:
@@ -241,7 +241,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
 
 class _Meeting:
-    """How the members of one new world find its registrar, by the store."""
+    """Publishes and finds the registrar of a new world through the store."""
 
     def __init__(self, store: Any, uuid: int, members: list[str], deadline: float) -> None:
         self._store = store

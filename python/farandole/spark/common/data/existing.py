@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the rows of `fit_on_parquet` are: in the store, or at paths that the user gives."""
+"""Finds the rows of `fit_on_parquet`: in the store, or at paths that the user gives."""
 
 from __future__ import annotations
 

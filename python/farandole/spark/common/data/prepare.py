@@ -76,7 +76,7 @@ class _Turns:
         self._locks: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
 
     def of(self, key: str) -> _Turn:
-        """What to hold while it is looked for, and prepared."""
+        """Returns the lock to hold during the lookup and the preparation."""
         with self._lock:
             return self._locks.setdefault(key, _Turn())
 
@@ -361,7 +361,7 @@ def find_data(
 
 
 def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
-    """What was prepared under a key; of the same rows as a frame, where one is given."""
+    """Returns the data that was prepared under a key; if a frame is given, only data with the same rows."""
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
             if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
@@ -409,7 +409,7 @@ class _Rows:
     """The processing of batches from Spark."""
 
     names: list[str]
-    """Of their columns, which go by number."""
+    """Names of the columns, which are addressed by number."""
     wanted: list[str]
     encoding: Encoding | None
 

@@ -251,7 +251,7 @@ def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True
 
 
 def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
-    """What a task does: predicts its rows, and yields one row of what they add up to.
+    """Returns a task's function, which predicts its rows and yields one row with their sums.
 
     Args:
         predictor: of the framework.

@@ -37,7 +37,7 @@ class Output:
 
     @property
     def kind(self) -> str:
-        """What a prediction becomes: `vector`, or NumPy's name of a number.
+        """The type of a prediction: `vector`, or NumPy's name of a number.
 
         As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
         stays a float.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What digests contain of functions and classes: their code, and what it refers to.
+"""Describes functions and classes for digests: their code, and the names that it uses.
 
 Code of Python's library, of frameworks and of Farandole counts by its name, so that an update of a package makes no
 other run. All other code counts by its instructions, without comments, docstrings, line numbers and paths. A decorator
@@ -31,7 +31,7 @@ _ASIDE = frozenset({"__annotate__", "__annotate_func__"})
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, frozenset)
 _LINE = "__firstlineno__"
 _WRAPPERS = 32
-"""How many decorators of one function are looked through."""
+"""The maximum number of decorators of one function that are followed."""
 
 
 def local_name(value: Any) -> str:
@@ -82,7 +82,7 @@ def is_code(value: Any) -> bool:
 
 
 def _module_of(value: Any) -> str:
-    """Where a function's code, a class or the class of an object is from."""
+    """Returns the module of a function's code, of a class or of an object's class."""
     if isinstance(value, types.FunctionType):  # `functools.wraps` changes `__module__`
         return str(value.__globals__.get("__name__") or value.__module__ or "")
     return str(getattr(value if inspect.isclass(value) else type(value), "__module__", None) or "")
@@ -98,7 +98,7 @@ def is_array(value: Any) -> bool:
 
 
 def unwrapped(value: Any) -> Any:
-    """What decorators of Python's library or of a framework wrap, if it is the user's; otherwise `None`.
+    """Returns the user's function inside decorators of Python's library or of a framework; otherwise `None`.
 
     Args:
         value: any.
@@ -211,7 +211,7 @@ def _used(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _counts(value: Any, module: str) -> bool:
-    """Whether something that a function of a module names is part of what the function does."""
+    """Whether an object that a function names belongs to the function's behaviour."""
     if isinstance(value, (*_PLAIN, functools.partial)) or is_array(value) or is_module(value):
         return True
     if isinstance(value, types.MethodType):
@@ -224,7 +224,7 @@ def _counts(value: Any, module: str) -> bool:
 
 
 def _is_followed(module: str) -> bool:
-    """Whether a module is the user's own: packages that are installed change with their versions alone."""
+    """Whether a module is the user's own. Installed packages change only with their versions."""
     if module == "__main__":
         return True
     package = module.partition(".")[0]

@@ -38,7 +38,7 @@ class Example(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """What a run is trained or validated on.
+    """The data that a run is trained or validated on.
 
     Attributes:
         url: Its place.
