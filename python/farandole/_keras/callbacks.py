@@ -253,7 +253,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def _adjust(self, epoch: float) -> None:
-        # What the function of epochs needs to know of this object it is told: copies have steps of their own.
+        # The function of epochs gets all values of this object as arguments, because copies have their own steps.
         super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -46,7 +46,7 @@ def allreduce(
     if small and np.issubdtype(own, np.floating):
         array = array.astype(_dtype(small))
     elif small == "":
-        # Of the user's own: it takes tensors.
+        # A compressor of the user takes tensors.
         tensor, ctx = compression.compress(keras.ops.convert_to_tensor(array))
         array = as_array(tensor)
     reduced = arrays.allreduce(

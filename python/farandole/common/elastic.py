@@ -283,7 +283,7 @@ class ObjectState(State):
                 reader.follow_world()
         super().on_reset()
 
-    # What the store of `save_to` gets: attributes, and arrays where a subclass has some.
+    # Contents for the store of `save_to`: attributes, and arrays if a subclass has some.
 
     def _check_storable(self) -> None:
         commits.plain_or_raise(
@@ -387,7 +387,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
                     raise
                 state.restore()
             except HostsUpdatedInterrupt:
-                # What was done since the last commit is not lost.
+                # Keeps the work since the last commit.
                 state.save()
                 state._leave_store()  # noqa: SLF001 - its own module's
             reset()

@@ -47,7 +47,7 @@ class Mark:
         self._pid = os.getpid()
         self._every = _RENEWAL if lasts is None else lasts / _TIMES
         self._due = time.monotonic() + self._every
-        # Whoever deletes or replaces the file holds this, so that no renewal brings it back.
+        # Held while the file is deleted or replaced, so that no renewal writes it again.
         self._touching = threading.Lock()
         with _LOCK:
             _HELD.add(self)

@@ -39,7 +39,7 @@ class TorchDataset(IterableDataset):
         self._resumed: dict[str, Any] | None = None
         self._skip = 0
         self._done = 0
-        # Of each worker: epochs started since `_base`, an epoch and a row, were set.
+        # For each worker, the epochs started since `_base` (an epoch and a row) was set.
         self._started = torch.zeros(MOST_WORKERS, dtype=torch.int64).share_memory_()
         self._base = torch.tensor(loader._next, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
 

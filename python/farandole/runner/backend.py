@@ -195,7 +195,7 @@ class LocalBackend(Backend):
         from farandole.common import logs  # noqa: PLC0415
 
         logs.start()
-        # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
+        # Only this host needs to reach it, so the variables for jobs on several hosts do not apply.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
     def _agents(self, work: Work, size: int) -> Agents:

@@ -136,7 +136,7 @@ class Server:
         _settle()
         self._files = _files()
         self._looked: float | None = None
-        # What lives now lives on: without this every collection in a worker would touch, and so copy, its pages.
+        # All present objects stay: without freeze, each collection in a worker would touch their pages and copy them.
         gc.collect()
         gc.freeze()
 
@@ -360,7 +360,7 @@ def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoRet
         os.chdir(directory)
         _own_streams()
         _own_state()
-        # What a worker started the long way has there.
+        # As in a worker that was started as a process of its own.
         sys.modules["__main__"] = worker
         sys.argv = [str(Path(worker.__file__))]
         status = worker.main()

@@ -376,7 +376,7 @@ class _Gang(Hearing):
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
-        # What came since the tasks began to register was about the generation before, its verdict too.
+        # All events since the tasks began to register, also a verdict, were about the generation before.
         self.seen = _Seen(time.monotonic(), set(range(self.size)), assigned=True)
         self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
         self.watcher.seats(self.seen.seats)
@@ -392,7 +392,7 @@ class _Gang(Hearing):
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
             # It may be a survivor that lost its peer: the verdict knows better, if one comes.
-            # Where the gang meets among itself, none comes from a lost host, and Spark starts them all again.
+            # If the gang meets at an executor, a lost host sends no verdict, and Spark starts all tasks again.
             grace = self.start_timeout if self.agents.meets_elsewhere() else _GRACE_AFTER_EXIT
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 

@@ -40,7 +40,7 @@ _IDLE_SECONDS: Final = 120.0
 _START: Final = 10.0
 _HERE: Final = Path(__file__).parent
 _SOCKET_PATH: Final = 100
-# What an import can depend on. The rest of the environment is set in the forked worker.
+# Variables that an import can depend on. The rest of the environment is set in the forked worker.
 _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )

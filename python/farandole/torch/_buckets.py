@@ -140,7 +140,7 @@ class Bucket:
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad
-            # What nearly every gradient is, and so the shortest way: memory that the engine can work on.
+            # The common case comes first: a gradient whose memory the engine can use in place.
             if (
                 straight
                 and grad is not None
@@ -270,7 +270,7 @@ class ViewBucket(Bucket):
             slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
             for slot, start in zip(slots, starts, strict=False)
         }
-        # Of what is copied past the caches.
+        # Byte offsets of gradients that are copied past the caches.
         self._offsets: dict[Slot, int] = {}
         if self._mapped is not None and self._memory.nbytes >= PAST_CACHES:
             self._offsets = {

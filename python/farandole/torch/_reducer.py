@@ -112,7 +112,7 @@ class GradientReducer:
                     bucket.start()
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
-        # What was started goes on writing to gradients, whatever became of the others.
+        # Buckets that were started continue to write to gradients, even if others have failed.
         for bucket in self._buckets:
             try:
                 bucket.land()

@@ -253,7 +253,7 @@ class _Conduct:
         """
         first = outcomes[0]
         if first.aborted and first.exit_code is None and first.signal is None:
-            # Nobody failed by itself: there were too few workers, or too many changes.
+            # No worker failed by itself: there were too few workers, or too many changes.
             raise FarandoleJobError(first.reason or "the job was ended")
         endings = [
             Ending.of(task, self._hosts[one.rank] if one.rank is not None and one.rank < len(self._hosts) else "", one)

@@ -151,7 +151,7 @@ class SparkAgents(Agents):
                     f", Spark has {has}" if has else ""
                 )
                 self._output.say(f"{self._short_of}; trying again")
-                # Whoever waits for the gang keeps the time, and cancels.
+                # The thread that waits for the gang watches the deadline and cancels.
                 if self._cancelled.wait(_RETRY_EVERY):
                     raise
                 # A plan keeps what became of its stages: collected again, it would fail again without a look at Spark.

@@ -239,7 +239,7 @@ def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None
         stated: shape as the user set it.
     """
     like_output = column.size == math.prod(output)
-    # What is compared element by element is a number; indices of classes stay integers.
+    # Labels that are compared element by element are numbers; class indices stay integers.
     dtype = "int64" if column.dtype in _INTEGERS and not like_output else "float32"
     if stated is not None:
         return Label(column, dtype, (-1, *row_shape(stated, column.size)))

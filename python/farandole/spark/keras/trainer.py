@@ -96,7 +96,7 @@ class Trainer:
         """Trains from what was reached up to the last epoch, in one world of an elastic job."""
         self.size, self.rank = basics.size(), basics.rank()
         course, model = self.course, self.model
-        # What was compiled for another world may hold its numbers.
+        # Functions that were compiled for another world may contain that world's numbers.
         model.train_function = model.test_function = None
         if course.reached.begun:
             self.note, self.best = copy.deepcopy(course.reached.note), course.reached.best

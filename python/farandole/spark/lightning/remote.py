@@ -47,7 +47,7 @@ def train(job: LightningJob) -> Trained | None:
     Returns:
         What rank 0 brings back; `None` from the others.
     """
-    # What is logged is averaged here, whether the module synchronizes it or not; the directory holds logs, too.
+    # Logged values are averaged here, with or without sync_dist. The checkpoint directory contains logs, too.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
@@ -192,7 +192,7 @@ def _redirect(logger: Any, directory: Path) -> None:
 def _trusting(trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
-    # What holds code was refused before: see `_checked`.
+    # Checkpoints with code were refused before: see `_checked`.
     return {"weights_only": not given()} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
 
 

@@ -77,7 +77,7 @@ class _Deferred(ModuleType):
     def __init__(self) -> None:
         super().__init__(_NAME)
         self.OptimizedModule = OptimizedModule
-        # What DistributedDataParallel does unless somebody has told the compiler otherwise.
+        # The default mode of DistributedDataParallel.
         self.utils = _part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         # torch.distributed begins, and nothing has been traced.
         self.trace_rules = _part("trace_rules", clear_lru_cache=lambda: None)

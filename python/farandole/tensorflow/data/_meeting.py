@@ -159,7 +159,7 @@ class MeetingServer:
                 answer = json.dumps(self._result(json.loads(request))).encode()
                 _say(line, _proof(self.key, b"answer", proof, answer) + answer, time.monotonic() + REACH)
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-            # Whoever it was gets no answer, which is one.
+            # An invalid request gets no answer. The caller notices the closed connection.
             return
         finally:
             self._forget(line)

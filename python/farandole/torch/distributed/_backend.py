@@ -62,7 +62,7 @@ class FarandoleBackend(Backend):
         self._numbers = itertools.count()
         self._completer = Completer()
 
-    # What torch asks of a backend.
+    # torch's interface of a backend.
 
     def name(self) -> str:
         """The backend's name."""

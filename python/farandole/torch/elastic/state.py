@@ -242,7 +242,7 @@ class TorchState(ObjectState):
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
 
-    # What the store of `save_to` gets.
+    # Contents for the store of `save_to`.
 
     def _check_storable(self) -> None:
         plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")

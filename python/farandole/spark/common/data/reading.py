@@ -123,7 +123,7 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
     given = {} if fill is None or prepared.place is not None else fill if isinstance(fill, dict) else {"*": fill}
     numbers: dict[str, float] = {}
     for name, value in given.items():
-        # What is no number fills no column of numbers: its nulls are told of when they are met.
+        # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are read.
         with contextlib.suppress(ValueError):
             numbers[name] = float(value)
     return Missing(numbers, estimator.getAllowNan())
