@@ -208,7 +208,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.cancel("nobody waits for the agent any more");
+        self.cancel("the agent is no longer needed");
     }
 }
 

@@ -140,7 +140,7 @@ impl Journal {
             let current = left.head.boot == boot_id();
             if !current {
                 let path = path.display();
-                tracing::warn!(%path, "this host was started after the journal was written: the job begins anew");
+                tracing::warn!(%path, "this host was started after the journal was written: the job begins from the start");
             }
             current
         });

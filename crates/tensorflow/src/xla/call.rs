@@ -94,7 +94,7 @@ unsafe fn collect(
         let now = place(collective.call.process_set).map_err(told)?.set_size;
         if now != collective.ranks {
             return Err(format!(
-                "the function was compiled for other numbers of ranks, make it anew: {} then, {now} now",
+                "the function was compiled for another number of ranks, trace it again: {} then, {now} now",
                 collective.ranks
             ));
         }

@@ -105,7 +105,7 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
         next: if is_plain(record) {
             output(reason, files)
         } else {
-            "fit with the same run_id goes on from the last checkpoint; on_failure=\"restart\" does so by itself"
+            "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" does so by itself"
                 .to_owned()
         },
     }

@@ -265,7 +265,7 @@ class MeetingClient:
             if not answer.get("waiting"):
                 return answer
             if time.monotonic() >= end:
-                raise TimeoutError(f"the data service waited {timeout:g} s in vain: {request}")
+                raise TimeoutError(f"no result from the data service within {timeout:g} s: {request}")
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._connect() as line:

@@ -65,7 +65,7 @@ def require_consent(given: bool) -> None:
         raise ValueError(f"{CONSENT} is 1 or 0: {told!r}")
     if not (given or _WORDS[told]):
         raise PermissionError(
-            "tf.data's dispatchers and workers listen on all addresses of this host without a password: anybody who "
+            "tf.data's dispatchers and workers listen on all addresses of this host without a password: everyone who "
             "reaches their ports runs graphs here, which read and write files as this user. If a firewall keeps others "
             f"from these ports, say so: open_to_the_network=True, --open-to-the-network, or {CONSENT}=1"
         )
@@ -82,7 +82,7 @@ class TfDataServiceConfig:
         addresses: Where the service may be asked, as host and port.
         key: Proves who belongs to it: keep it secret.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
     Raises:
         ValueError: For another side.
@@ -103,7 +103,7 @@ class TfDataServiceConfig:
         self.addresses = [(str(host), int(port)) for host, port in self.addresses]
 
     def require_consent(self) -> None:
-        """Refuses to open ports that run the graphs of anybody who reaches them, where nobody has consented.
+        """Refuses to open ports that run the graphs of everyone who reaches them, if the user has not consented.
 
         Raises:
             PermissionError: Nobody has.
@@ -174,7 +174,7 @@ def serving(
         dispatchers: Number of dispatchers.
         dispatcher_side: Where they are.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
     Yields:
         The `TfDataServiceConfig` of it.

@@ -30,7 +30,7 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         configfile: Where trainers will look.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see `compute_service`.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
 
     Raises:
         PermissionError: When nobody has consented to open ports.
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--open-to-the-network",
         action="store_true",
-        help="consent to ports on all addresses of these hosts, which run the graphs of anybody who reaches them",
+        help="consent to ports on all addresses of these hosts, which run the graphs of everyone who reaches them",
     )
     return arguments
 
