@@ -21,7 +21,7 @@ use crate::record::{HEADER, Header, Kind, MOST, Seal, TAG};
 const STAGE: usize = 8 << 10;
 const CLOSED: &str = "it closed the connection";
 const CUT: &str =
-    "it closed the connection without a closing message: its process ended, or the connection was cut on the way";
+    "it closed the connection without a closing message: its process ended, or the path was cut";
 
 /// One connection's.
 pub(super) struct Receiving {
