@@ -18,7 +18,7 @@ from farandole._native import store as native
 from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
-from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
 from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
 from farandole.stores.seals import MARKER
 

@@ -13,8 +13,9 @@ import torch
 from pyspark.ml.linalg import Vectors
 
 from farandole.spark.common import LocalStore, SparkBackend
-from farandole.spark.torch import TorchEstimator, payload
+from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.job import Objects
+from farandole.spark.torch.saving import payload
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 

@@ -29,7 +29,7 @@ import farandole
 from farandole.data import ParquetLoader
 from farandole.numpy import plain
 from farandole.runner import warm
-from farandole.spark.torch import tensorfile
+from farandole.spark.torch.saving import tensorfile
 
 pytestmark = pytest.mark.timeout(120 + 4 * seconds())
 

@@ -261,7 +261,7 @@ def _settle() -> None:
     if "numpy" in sys.modules:
         # NumPy loads it when it is first asked for, which is for every worker's own random numbers.
         importlib.import_module("numpy.random")
-    compiler = sys.modules.get("farandole.spark.torch.compiler")
+    compiler = sys.modules.get("farandole.spark.torch.training.compiler")
     if compiler is not None:
         # The first optimizer of every worker would import it, which takes longer than to import torch.
         compiler.defer()

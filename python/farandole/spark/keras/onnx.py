@@ -119,7 +119,7 @@ def main(folder: str) -> int:
 def _trace(place: Path, told: Mapping[str, Any]) -> None:
     import torch
 
-    from farandole.spark.torch.onnx import write
+    from farandole.spark.torch.saving.onnx import write
 
     objects = cloudpickle.loads((place / "objects").read_bytes())
     try:

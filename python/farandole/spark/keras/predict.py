@@ -230,7 +230,7 @@ def _prepare(backend: str) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)  # there is one task per core
     elif backend == "torch":
         os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
-        from farandole.spark.torch import compiler
+        from farandole.spark.torch.training import compiler
 
         compiler.defer()
     elif backend == "jax":

@@ -74,7 +74,7 @@ def _tensorflow(wanted: bool) -> None:
 def _torch(wanted: bool) -> None:
     import torch
 
-    from farandole.spark.torch import compiler
+    from farandole.spark.torch.training import compiler
 
     compiler.defer()  # Keras imports it, and calls it where a model was compiled with jit_compile=True
     if "OMP_NUM_THREADS" not in os.environ:

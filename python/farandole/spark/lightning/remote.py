@@ -25,9 +25,9 @@ from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
-from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
-from farandole.spark.torch.setup import agree_on_device, device_of, module_steps, prepare_process, sources
+from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.setup import agree_on_device, device_of, module_steps, prepare_process, sources
 from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
 
 if TYPE_CHECKING:

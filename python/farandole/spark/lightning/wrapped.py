@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.losses import shaped, weighted
-from farandole.spark.torch.tensors import outputs_of
+from farandole.spark.torch.columns.losses import shaped, weighted
+from farandole.spark.torch.columns.tensors import outputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -108,7 +108,7 @@ class Predictor:
         device = self._device()
         key = f"{self._content} {device}"
         if key not in _MODELS:
-            from farandole.spark.torch import payload
+            from farandole.spark.torch.saving import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
@@ -170,7 +170,7 @@ class Predictor:
         """
         import torch
 
-        from farandole.spark.torch.tensors import outputs_of, told_misfit
+        from farandole.spark.torch.columns.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
@@ -194,8 +194,8 @@ class Predictor:
         import torch
 
         from farandole.data.columns import row_shape
+        from farandole.spark.torch.columns.tensors import input_tensor
         from farandole.spark.torch.job import Input
-        from farandole.spark.torch.tensors import input_tensor
 
         names = self.features[index]
         count = len(columns[names[0]])

@@ -19,21 +19,21 @@ import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.common.data.source import Place
 from farandole.spark.common.runs.halting import Halt
-from farandole.spark.torch import payload
-from farandole.spark.torch.batches import Batches, UserMinibatch
 from farandole.spark.torch.callbacks import Callbacks, TrainingState
-from farandole.spark.torch.checkpoints import Checkpoints
-from farandole.spark.torch.elastic import EVERY, Course, Reached
-from farandole.spark.torch.finite import LossWatch
-from farandole.spark.torch.losses import constructed, share
-from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.setup import agree_on_device, device_of, on_device, prepare_process, sources
-from farandole.spark.torch.steps import Stepper
+from farandole.spark.torch.columns.losses import constructed, share
+from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.batches import Batches, UserMinibatch
+from farandole.spark.torch.training.checkpoints import Checkpoints
+from farandole.spark.torch.training.elastic import EVERY, Course, Reached
+from farandole.spark.torch.training.finite import LossWatch
+from farandole.spark.torch.training.scores import Scores
+from farandole.spark.torch.training.setup import agree_on_device, device_of, on_device, prepare_process, sources
+from farandole.spark.torch.training.steps import Stepper
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Job, Objects, Trained
-    from farandole.spark.torch.setup import Batched
+    from farandole.spark.torch.training.setup import Batched
 
 _REPORT_SECONDS = 0.2
 

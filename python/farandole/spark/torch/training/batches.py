@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.losses import shaped, share, weighted
-from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor, outputs_of, sent
+from farandole.spark.torch.columns.losses import shaped, share, weighted
+from farandole.spark.torch.columns.tensors import check_inputs, input_tensor, label_tensor, outputs_of, sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Job
-    from farandole.spark.torch.steps import Stepper
+    from farandole.spark.torch.training.steps import Stepper
 
 Scored = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 """Outputs and labels of the rows that count, and their mean loss."""

@@ -13,8 +13,8 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
-from farandole.spark.torch import compiler
-from farandole.spark.torch.source import ModuleSource, TensorSource
+from farandole.spark.torch.training import compiler
+from farandole.spark.torch.training.source import ModuleSource, TensorSource
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.reading import Data

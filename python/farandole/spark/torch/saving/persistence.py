@@ -20,7 +20,7 @@ import torch
 from farandole.common import pickling
 from farandole.spark.common.model.outputs import describe
 from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
-from farandole.spark.torch import payload, tensorfile
+from farandole.spark.torch.saving import payload, tensorfile
 
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel

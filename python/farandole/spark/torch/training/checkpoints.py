@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import farandole.torch as hvd
 from farandole.numpy.plain import broadcast_plain
 from farandole.spark.common.show.events import scalars
-from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
+from farandole.spark.torch.saving import payload
 from farandole.stores.consent import PickleNotAllowedError
 
 if TYPE_CHECKING:

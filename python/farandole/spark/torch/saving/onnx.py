@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.common.model.onnx import batch_of, check, names_of, placed, reason
-from farandole.spark.torch.tensors import outputs_of
+from farandole.spark.torch.columns.tensors import outputs_of
 
 if TYPE_CHECKING:
     import os
