@@ -110,7 +110,7 @@ class Predictor:
             _prepare(self.backend)
             import cloudpickle
 
-            from farandole.spark.keras import payload
+            from farandole.spark.keras.saving import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))

@@ -36,7 +36,7 @@ def train(job: Job) -> Trained | None:
     basics.init()
     try:
         prepare_devices(os.environ.get("KERAS_BACKEND", "tensorflow"), job.use_gpu)
-        from farandole.spark.keras.trainer import Trainer
+        from farandole.spark.keras.training.trainer import Trainer
 
         return Trainer(job).run()
     finally:

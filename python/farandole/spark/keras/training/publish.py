@@ -22,14 +22,14 @@ from farandole.runner.show.history import entries
 from farandole.spark import task
 from farandole.spark.common.show.events import scalars
 from farandole.spark.common.show.meter import Meter
-from farandole.spark.keras import payload
+from farandole.spark.keras.saving import payload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from farandole.spark.common.runs.halting import Halt
     from farandole.spark.keras.job import Job
-    from farandole.spark.keras.rate import Rate
+    from farandole.spark.keras.training.rate import Rate
 
 _REPORT_SECONDS = 0.2
 _SECONDS, _ROWS = "seconds", "rows"

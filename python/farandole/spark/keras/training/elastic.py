@@ -16,13 +16,13 @@ import keras
 
 from farandole.keras import elastic
 from farandole.spark.common.data.source import Place
-from farandole.spark.keras.scores import put_metrics, summed_metrics
+from farandole.spark.keras.training.scores import put_metrics, summed_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.keras.feed import Feed, ModuleFeed
-    from farandole.spark.keras.publish import Publisher
+    from farandole.spark.keras.training.feed import Feed, ModuleFeed
+    from farandole.spark.keras.training.publish import Publisher
 
 EVERY = 10
 """Steps from one commit to the next; commits are also made at the ends of epochs."""

@@ -20,8 +20,8 @@ import cloudpickle
 from farandole.common import pickling
 from farandole.spark.common.model.outputs import describe
 from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
-from farandole.spark.keras import payload
-from farandole.spark.keras.objects import custom_objects, dumps, travelling
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving.objects import custom_objects, dumps, travelling
 from farandole.stores.consent import PickleNotAllowedError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import cloudpickle
 
 from farandole.common import pickling, scratch
 from farandole.spark.common.model.onnx import check, placed, reason
-from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import argument, flat_outputs, output_keys
+from farandole.spark.keras.saving import payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 3600
 """Seconds that an export may take."""
-_COMMAND = "import sys; from farandole.spark.keras.onnx import main; sys.exit(main(sys.argv[1]))"
+_COMMAND = "import sys; from farandole.spark.keras.saving.onnx import main; sys.exit(main(sys.argv[1]))"
 
 
 def export(

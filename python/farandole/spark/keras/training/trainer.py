@@ -28,15 +28,15 @@ from farandole.numpy.plain import broadcast_plain
 from farandole.spark import task
 from farandole.spark.common.data.source import Place, Source
 from farandole.spark.common.runs.halting import Halt
-from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import reader_casts, zeros
 from farandole.spark.keras.compiled import put_loss
-from farandole.spark.keras.elastic import Commits, Course, Moments, Told
-from farandole.spark.keras.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
 from farandole.spark.keras.job import Trained
-from farandole.spark.keras.publish import Halted, Kept, Metered, Publisher
-from farandole.spark.keras.rate import Rate
-from farandole.spark.keras.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.training.elastic import Commits, Course, Moments, Told
+from farandole.spark.keras.training.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
+from farandole.spark.keras.training.publish import Halted, Kept, Metered, Publisher
+from farandole.spark.keras.training.rate import Rate
+from farandole.spark.keras.training.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
 
 if TYPE_CHECKING:
     from pathlib import Path
