@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
-from farandole.data.frames import is_frame
+from farandole.data.inputs.frames import is_frame
 from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.saving import places

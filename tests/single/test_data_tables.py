@@ -15,7 +15,7 @@ from pyiceberg.expressions import EqualTo
 from pyiceberg.types import DoubleType
 
 from farandole.data import ParquetLoader, StreamLoader, prepare_data
-from farandole.data.frames import is_frame
+from farandole.data.inputs.frames import is_frame
 
 ROWS = 40
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from farandole.data.frames import is_spark
+from farandole.data.inputs.frames import is_spark
 from farandole.data.loader import ParquetLoader
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:
 
 
 def _write(frame: Any, columns: Sequence[str] | None, directory: Path) -> None:
-    from farandole.data.sources import open_source  # noqa: PLC0415 - needs pyarrow
+    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     source = open_source(frame)
     names = source.schema.names if columns is None else list(columns)

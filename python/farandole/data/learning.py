@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.data.columns import Roles
+    from farandole.data.inputs.sources import Source, Unit
     from farandole.data.places import Place
     from farandole.data.sides import Split
-    from farandole.data.sources import Source, Unit
 
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""

@@ -22,10 +22,10 @@ from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.columns import Column, Roles, check_present
 from farandole.data.encoding import sources_of
+from farandole.data.inputs.sources import Source, Unit, open_source
+from farandole.data.inputs.sql import query
 from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
 from farandole.data.sides import split_of
-from farandole.data.sources import Source, Unit, open_source
-from farandole.data.sql import query
 from farandole.data.statistics import Statistics, kept_statistics
 
 if TYPE_CHECKING:

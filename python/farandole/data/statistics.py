@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.frames import is_spark
-from farandole.data.sources import Source, open_source
+from farandole.data.inputs.frames import is_spark
+from farandole.data.inputs.sources import Source, open_source
 from farandole.data.tallies import Mean, Quantile, numbers
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from farandole.data.sources import Unit
+    from farandole.data.inputs.sources import Unit
 
 _FILE = "_statistics.json"
 _BINS = 10

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farandole.data.arrays import wrapper
 from farandole.data.data_loader_base import BaseDataLoader
-from farandole.data.frames import is_ray_shard, ray_tables
+from farandole.data.inputs.frames import is_ray_shard, ray_tables
 from farandole.data.loader import _world
 from farandole.data.transform import Shapes, _checked, from_arrow
 
@@ -250,7 +250,7 @@ class StreamLoader(BaseDataLoader):
 
 def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int], Iterator[Any]]:
     """A source of `prepare_data`, from any row on."""
-    from farandole.data.sources import open_source  # noqa: PLC0415 - needs pyarrow
+    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     opened = open_source(source)
     if size > 1 and not opened.ordered:

@@ -203,9 +203,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     def _fit_frame(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
-        from farandole.data.frames import is_frame
+        from farandole.data.inputs.frames import is_frame
+        from farandole.data.inputs.sources import open_source
         from farandole.data.prepare import prepare, spec_of
-        from farandole.data.sources import open_source
 
         if not is_frame(dataset):
             kind = type(dataset)

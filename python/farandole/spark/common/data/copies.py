@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from farandole.data.columns import Roles
 from farandole.data.encoding import Encoding
+from farandole.data.inputs.sources import open_source
 from farandole.data.learning import Wish, needed
 from farandole.data.prepare import prepare, spec_of
-from farandole.data.sources import open_source
 from farandole.spark.common.data.existing import format_of, is_prepared
 
 if TYPE_CHECKING:

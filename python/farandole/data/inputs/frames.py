@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.content import content_of
-from farandole.data.lazy import is_lazy, lazy_batches, lazy_schema
-from farandole.data.tables import (
+from farandole.data.inputs.content import content_of
+from farandole.data.inputs.lazy import is_lazy, lazy_batches, lazy_schema
+from farandole.data.inputs.tables import (
     iceberg_batches,
     iceberg_print,
     iceberg_schema,
@@ -17,7 +17,7 @@ from farandole.data.tables import (
     relation_batches,
     relation_schema,
 )
-from farandole.data.units import BATCH_ROWS, Source, Unit
+from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

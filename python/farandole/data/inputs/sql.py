@@ -13,9 +13,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.frames import held
-from farandole.data.sources import Source, Unit, listed
-from farandole.data.tables import iceberg_at, iceberg_print, is_iceberg
+from farandole.data.inputs.frames import held
+from farandole.data.inputs.sources import Source, Unit, listed
+from farandole.data.inputs.tables import iceberg_at, iceberg_print, is_iceberg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,10 +14,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from farandole.data import files as found_files
-from farandole.data.frames import frame_source, is_arrow_dataset, is_spark
-from farandole.data.tables import iceberg_at
-from farandole.data.units import BATCH_ROWS, Source, Unit
+from farandole.data.inputs import files as found_files
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark
+from farandole.data.inputs.tables import iceberg_at
+from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
