@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farandole.data import LengthLoader, MixedLoader, Pad, ParquetLoader, WeightedLoader, prepare_data
-from farandole.data.pools import evened
+from farandole.data.loaders.pools import evened
 
 ROWS = 1000
 

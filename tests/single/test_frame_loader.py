@@ -17,7 +17,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farandole.data import ParquetLoader, frame_loader
-from farandole.data.frame_loader import _expect, _remove
+from farandole.data.loaders.frames import _expect, _remove
 
 ROWS = 500
 
