@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from farandole.data.sides import Sides
+    from farandole.data.splits import Sides
 
 SIDE = "__validation"
 """Column by which the native writer is told the side of each row."""

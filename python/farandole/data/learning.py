@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from farandole.data.columns import Roles
     from farandole.data.inputs.sources import Source, Unit
     from farandole.data.places import Place
-    from farandole.data.sides import Split
+    from farandole.data.splits import Split
 
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""

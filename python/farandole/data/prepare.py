@@ -25,7 +25,7 @@ from farandole.data.encoding import sources_of
 from farandole.data.inputs.sources import Source, Unit, open_source
 from farandole.data.inputs.sql import query
 from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
-from farandole.data.sides import split_of
+from farandole.data.splits import split_of
 from farandole.data.statistics import Statistics, kept_statistics
 
 if TYPE_CHECKING:

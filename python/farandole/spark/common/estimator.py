@@ -24,7 +24,7 @@ from pyspark.ml import Estimator
 
 from farandole.data.columns import Roles, check_present
 from farandole.data.learning import WORDS, Wish
-from farandole.data.sides import split_of
+from farandole.data.splits import split_of
 from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import recorded
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.data.sides import Split
+    from farandole.data.splits import Split
     from farandole.runner.backend import Backend
     from farandole.spark.common.data.existing import Paths
     from farandole.spark.common.runs.fingerprint import Part

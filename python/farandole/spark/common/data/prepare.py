@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-    from farandole.data.sides import Split
+    from farandole.data.splits import Split
     from farandole.stores.store import AbstractFilesystemStore
 
 _RESULT = "partition int, error string, of_store boolean, part binary"

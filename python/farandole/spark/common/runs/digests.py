@@ -24,7 +24,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.runs.code import (
+from farandole.spark.common.runs.code_digests import (
     is_array,
     is_code,
     is_module,
