@@ -14,7 +14,7 @@ import ray.train
 
 import ray
 from farandole.ray import train
-from farandole.ray.regime import Roll
+from farandole.ray.elastic_train import Roll
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
