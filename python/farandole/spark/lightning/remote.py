@@ -192,7 +192,7 @@ def _redirect(logger: Any, directory: Path) -> None:
 def _trusting(trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
-    # Checkpoints with code were refused before: see `_checked`.
+    # What holds code was refused before: see `_checked`.
     return {"weights_only": not given()} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
 
 
