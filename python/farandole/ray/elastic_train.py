@@ -85,6 +85,10 @@ class Roll:
             del self._leaving[task]
         return found
 
+    def stays(self, task: int) -> bool:
+        """Whether a worker has to leave, but stays because too few would train without it."""
+        return task in self._leaving
+
     def blocks_reports(self) -> bool:
         """Whether a report waits for a rank whose worker has left or waits for the next world."""
         return self._worlds > 0 and bool(self._waiting or self._vacant)
@@ -167,8 +171,11 @@ class Regime:
             for task, reason in news:
                 self._roll.has_to_leave(task, reason)
             leaving = self._roll.dismissals()
+            staying = [(task, reason) for task, reason in news if self._roll.stays(task)]
         for task, reason in leaving:
             self._registrar.dismiss(task, reason)
+        for task, reason in staying:
+            logger.warning("worker %d stays on its node for now, because too few would train without it: %s", task, reason)
 
     def _free(self) -> None:
         """Lets workers go on that wait in a report for a rank that does not come."""
