@@ -175,7 +175,9 @@ class Regime:
         for task, reason in leaving:
             self._registrar.dismiss(task, reason)
         for task, reason in staying:
-            logger.warning("worker %d stays on its node for now, because too few would train without it: %s", task, reason)
+            logger.warning(
+                "worker %d stays on its node for now, because too few would train without it: %s", task, reason
+            )
 
     def _free(self) -> None:
         """Lets workers go on that wait in a report for a rank that does not come."""
