@@ -4,7 +4,7 @@
 //! Progress: waiting threads help, and the holder of the progress lock drives for all.
 //!
 //! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
-//! What they tell each other without a lock is in [`signals`].
+//! [`signals`] contains what they exchange without a lock.
 
 mod drive;
 mod patience;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What to prepare, the same for all partitions.
+//! The description of a preparation, the same for all partitions.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How the engine sleeps and looks after its peers: on a parker, and by the mesh where there are any.
+//! Lets the engine sleep on a parker, and watches its peers through the mesh if it has peers.
 
 use std::time::{Duration, Instant};
 

@@ -7,7 +7,7 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! Whoever knows the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the same
+//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the same
 //! user only. Process numbers differ between containers; so what was opened counts only if it holds the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 

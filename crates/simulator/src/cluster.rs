@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of a cluster.
+//! The description of a cluster.
 
 use std::time::Duration;
 

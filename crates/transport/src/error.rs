@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong between ranks.
+//! Errors of communication between ranks.
 
 use std::time::Duration;
 

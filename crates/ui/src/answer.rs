@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What each address answers.
+//! The answer of each address.
 //!
 //! ```text
 //! TOKEN/                       the page

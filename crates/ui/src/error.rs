@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong with the viewer.
+//! Errors of the viewer.
 
 use std::path::PathBuf;
 

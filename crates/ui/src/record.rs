@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of a run: from its `_record.json`, or for a run without one from its history and fingerprint.
+//! The facts about a run: from its `_record.json`, or for a run without one from its history and fingerprint.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};

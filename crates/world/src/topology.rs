@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where every rank sits.
+//! The place of every rank.
 
 use std::collections::HashMap;
 

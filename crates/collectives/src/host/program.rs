@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What an allreduce does on each member, without doing it: for simulators and for export.
+//! The steps of an allreduce on each member, without their execution: for simulators and for export.
 //!
 //! A [`Plan`] holds the schedules by which the jobs of this crate run, and writes them down as steps. Sends to one member
 //! leave in the order of the steps and are received in that order, as messages on a link are.

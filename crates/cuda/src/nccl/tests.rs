@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a communicator behaves whatever NCCL does, with functions that do what the test says.
+//! A communicator's behaviour for all behaviours of NCCL, with fake functions that the test controls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 
 //! A batch: tensors that go through a communicator as one operation, and what is done to device memory before and after.
 //!
-//! What is on a device goes through the host as one block of staging memory, in pieces: while one is reduced, the next is
+//! Data on a device goes through the host as one block of staging memory, in pieces: while one is reduced, the next is
 //! copied in and the last one out. A result is handed over when its way back is queued: the framework's stream waits for
 //! that, not the host.
 

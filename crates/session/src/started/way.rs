@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How the ranks of a job find rank 0.
+//! The ways by which the ranks of a job find rank 0.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where events arrive.
+//! The receiver of events.
 //!
 //! The level is known to every place that emits: a place whose events nobody wants does one relaxed load and a comparison.
 

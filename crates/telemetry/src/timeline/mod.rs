@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What happened to every tensor, written as a trace that `chrome://tracing` and Perfetto show.
+//! The history of every tensor, written as a trace that `chrome://tracing` and Perfetto show.
 //!
 //! ```text
 //! whoever holds the engine's progress lock -> Ring (bounded) -> one thread -> file, valid JSON after every flush

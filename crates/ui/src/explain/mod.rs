@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What limits the speed of a run, from the times that its ranks have measured.
+//! Finds the limit of a run's speed in the times that its ranks have measured.
 
 use farandole_store::Store;
 use serde::Serialize;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How far the clocks of hosts are apart, measured by the operations themselves.
+//! The differences between the clocks of hosts, measured by the operations themselves.
 //!
 //! No rank has the result of an operation before every rank has asked for it. If `c` is what must be added to the clock
 //! of host `h` to have that of the reference host `r`, each operation gives two bounds:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which rank the others wait for.
+//! Finds the rank that the others wait for.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who is in an elastic job: a pure state machine like [`Membership`](super::Membership), whose workers come and go.
+//! The members of an elastic job: a pure state machine like [`Membership`](super::Membership), whose workers come and go.
 //!
 //! ```text
 //! hosts --> Start --> starting --> importing --> ready --> working --> done
