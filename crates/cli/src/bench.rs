@@ -16,7 +16,7 @@ use farandole::telemetry::{Record, Sink, Stream};
 
 use crate::surroundings::Surroundings;
 
-/// What a rank runs.
+/// The module that a rank runs.
 const WORKER: [&str; 2] = ["-m", "farandole.runner.bench"];
 /// Begins the line that rank 0 prints for each size; seconds follow.
 const ROW: &str = "bench-row ";

@@ -85,7 +85,7 @@ pub(crate) fn command() -> Command {
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print one JSON object instead of a table"))
 }
 
-/// What was found out.
+/// The results.
 struct Report {
     cluster: Cluster,
     forming: Forming,

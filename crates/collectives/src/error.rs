@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Transport(_) | Self::Lost { .. } => Fault::Peer,

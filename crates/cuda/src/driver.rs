@@ -126,7 +126,7 @@ pub struct Driver {
     table: Arc<Table>,
 }
 
-/// What a device is.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Such as `NVIDIA H100`.

@@ -244,7 +244,7 @@ fn share(cards: &[Option<Card>]) -> bool {
     first.neighbours != 0 && (1..MEMBERS).contains(&others.len()) && others.iter().all(alike)
 }
 
-/// What a member brings.
+/// The offer of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Card {
     uuid: [u8; 16],

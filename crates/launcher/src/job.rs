@@ -35,7 +35,7 @@ const SILENT: Duration = Duration::from_secs(2);
 /// How long hosts may take to end their workers once the job is over.
 const ENDING: Duration = Duration::from_secs(20);
 
-/// What to run, and where.
+/// The program to run, and the hosts.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// Number of processes.

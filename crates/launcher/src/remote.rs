@@ -30,7 +30,7 @@ const TAIL: usize = 12;
 /// How long the last words on stderr may take once the agent is gone.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What to run on another host.
+/// The program to run on another host.
 #[derive(Clone, Debug)]
 pub struct RemoteTasks {
     /// The host, as its shell knows it.

@@ -42,7 +42,7 @@ const SLICE: Duration = Duration::from_millis(50);
 /// Takes a worker's lines; blocks to slow it down.
 pub(crate) type TakeLine = Arc<dyn Fn(Stream, String) + Send + Sync>;
 
-/// What to start.
+/// The program to start.
 pub(crate) struct Start {
     pub(crate) command: Vec<String>,
     /// Changes to the inherited environment; `None` removes.

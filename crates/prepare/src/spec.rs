@@ -37,7 +37,7 @@ pub enum Validation {
     Column(String),
 }
 
-/// What to prepare.
+/// The description of a preparation.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Spec {

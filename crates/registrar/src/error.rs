@@ -89,7 +89,7 @@ pub enum Error {
     Refused {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
         /// Its reason.
         reason: String,
@@ -117,15 +117,15 @@ pub enum Error {
     Lost {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// What was seen.
+        /// The observed reason.
         reason: String,
     },
     /// A deadline passed.
     #[error("timed out after {elapsed:.1?} waiting for {what}")]
     Timeout {
-        /// What was awaited.
+        /// The awaited event.
         what: String,
         /// Time spent.
         elapsed: Duration,
@@ -145,9 +145,9 @@ pub enum Error {
     Malformed {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         reason: String,
     },
     /// The process was forked after the connection was made; a connection belongs to one process.

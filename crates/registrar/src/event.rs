@@ -48,7 +48,7 @@ pub enum Event {
         task: TaskId,
         /// Its rank.
         rank: Option<Rank>,
-        /// What was seen.
+        /// The observed reason.
         reason: String,
     },
     /// Elastic jobs: a worker is to be started. Those of one host come together.

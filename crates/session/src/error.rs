@@ -38,7 +38,7 @@ pub enum Error {
     /// Ranks that a set or a world cannot be made of.
     #[error("{what} must be at least one rank of 0 to {last}, each once: {ranks:?}", last = .size.saturating_sub(1))]
     Ranks {
-        /// What they are for.
+        /// The purpose of the ranks.
         what: String,
         /// Ranks of the world.
         size: usize,
@@ -62,7 +62,7 @@ pub enum Error {
         theirs: String,
         /// The calling rank.
         own: Rank,
-        /// What it asked for.
+        /// The request of the calling rank.
         ours: String,
     },
     /// A rank that the world needs will not come any more.
@@ -94,7 +94,7 @@ pub enum Error {
     /// The ranks that a starter has made cannot meet.
     #[error("{starter} started {size} processes, which cannot find each other: {reason}; {WAYS}")]
     NoWay {
-        /// Who started them.
+        /// The launcher that started them.
         starter: &'static str,
         /// How many.
         size: u32,
@@ -110,7 +110,7 @@ pub enum Error {
         rank: Rank,
         /// Ranks there are.
         size: u32,
-        /// Who started them.
+        /// The launcher that started them.
         starter: &'static str,
         /// What was waited for, and what was seen of it.
         what: String,
@@ -137,7 +137,7 @@ pub enum Error {
     /// There is a set of these ranks.
     #[error("{what} has the ranks of process set {set}: {}", list(.ranks))]
     SetExists {
-        /// What was asked for.
+        /// The request.
         what: String,
         /// The set there is.
         set: ProcessSetId,
@@ -150,7 +150,7 @@ pub enum Error {
     /// A change of the process sets was interrupted here and is still asked for.
     #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
     Unfinished {
-        /// What is asked for.
+        /// The request.
         pending: String,
     },
     /// A knob does not parse.
@@ -191,7 +191,7 @@ impl From<farandole_transport::Error> for Error {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         use farandole_transport::Error as Transport;
         match self {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The path of this workspace's `tracing` events: to lines on stderr, or to records that another logger takes.
+//! The path of this workspace's `tracing` events: to stderr, or to records that another logger takes.
 //!
 //! ```text
 //! any thread: tracing::warn!(..) --level, one load--> Subscriber --> stderr                     (the command)

@@ -45,7 +45,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Between two messages about that.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// What a viewer shows, and where.
+/// The content of a viewer, and its address.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Stores, or directories of runs, as paths or URLs.

@@ -14,7 +14,7 @@ const OURS: &str = "farandole";
 /// Keys of which older documentation speaks, and which mean nothing.
 const OLD: [(&str, &str); 1] = [("logging", "hide_timestamp")];
 
-/// What a file says.
+/// The content of a file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct File {
     /// Flags and their values; of flags that take nothing: `true` or `false`.

@@ -25,7 +25,7 @@ const GATHER: &str = "GATHER";
 /// Variable of workers that say of themselves what the run viewer shows.
 const TOLD: &str = "FARANDOLE_SPARK_TOLD";
 
-/// What the user asked for.
+/// The request of the user.
 #[derive(Debug)]
 pub(crate) struct RunOptions {
     /// The configuration of this process.

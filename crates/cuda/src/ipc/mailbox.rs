@@ -26,7 +26,7 @@ pub(crate) enum Phase {
     Ended = 4,
 }
 
-/// What follows from everybody's phases.
+/// The conclusion from the phases of all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// Somebody is missing.

@@ -183,7 +183,7 @@ impl Nccl {
         }
     }
 
-    /// What a communicator says of itself.
+    /// The description of a communicator.
     fn status(&self, comm: Comm) -> i32 {
         let mut status = SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.

@@ -67,7 +67,7 @@ struct Written {
     farandole: String,
 }
 
-/// What happened.
+/// The event.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Record {
     /// Who is in the job. Records before it have no effect any more.
@@ -80,7 +80,7 @@ pub(crate) enum Record {
     Met(Formed),
 }
 
-/// What an earlier registrar has left.
+/// The state that an earlier registrar has left.
 pub(crate) struct Left {
     pub(crate) head: Head,
     pub(crate) records: Vec<Record>,

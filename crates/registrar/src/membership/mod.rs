@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use crate::exit::{Exit, Verdict};
 use running::Running;
 
-/// What the machine goes by.
+/// The rules of the machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     /// Tasks in the job.

@@ -58,7 +58,7 @@ pub(super) struct Core {
     /// Held by whoever carries out what membership has decided.
     pub(super) turn: Mutex<()>,
     pub(super) journal: Option<Arc<Journal>>,
-    /// What an earlier registrar has left.
+    /// The state that an earlier registrar has left.
     pub(super) resumed: Option<Resumed>,
     /// What the job had lived through before the registrar started again.
     before: Duration,

@@ -228,7 +228,7 @@ impl Store {
         }
     }
 
-    /// What is at `path`.
+    /// The item at `path`.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is nothing; as [`Store::read`].

@@ -38,7 +38,7 @@ pub(super) struct Record<'a> {
     pub(super) args: Option<&'a RawValue>,
 }
 
-/// What a first record says.
+/// The content of a first record.
 #[derive(Deserialize)]
 struct Title {
     #[serde(rename = "start_time_since_epoch_in_micros")]
