@@ -29,7 +29,7 @@ pub fn hearsay(peer_timeout: Duration) -> Duration {
 const BEAT: u8 = 1;
 const GOODBYE: u8 = 0;
 
-/// The result of a look at a peer.
+/// What a look at a peer found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Alive,
