@@ -165,7 +165,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Learns how many batches an epoch has.
 
         Raises:
-            ValueError: When nobody knows and it matters.
+            ValueError: The number is unknown and it matters.
         """
         del logs
         if self.staircase or self.steps_per_epoch:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Watched(list[Any]):
-    """Variables that tell which of them somebody who goes through them is at."""
+    """Variables that record which of them an iteration has reached."""
 
     current: Any = None
 

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver, the kernels and NCCL, each by itself: for checks on a GPU.
 
-This is a low door: whoever calls it keeps the memory valid until the stream is done with it. Libraries are looked for
-in folders that are named (separated by colons), among those that are loaded, in the wheels of `packages`, and where the
-system's loader looks. Types are numbered as in `farandole.torch`, streams are given by handle.
+This is a low-level interface: the caller keeps the memory valid until the stream is done with it. Libraries are
+searched in the named folders (separated by colons), among those that are loaded, in the wheels of `packages`, and where
+the system's loader looks. Types are numbered as in `farandole.torch`, streams are given by handle.
 """
 
 from typing import final

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The session of this process and its operations on memory given by address.
 
-This is the low door under `farandole.torch`: whoever calls it keeps the memory valid until the handle is consumed. A
+This is the low-level interface of `farandole.torch`: the caller keeps the memory valid until the handle is consumed. A
 tensor on a GPU is given by its `device`: the GPU's number, and the handle of the stream that makes its values.
 """
 

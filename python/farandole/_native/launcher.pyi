@@ -100,7 +100,7 @@ def report(kind: str, data: bytes) -> bool:
         data: Its bytes, at most 1 MiB.
 
     Returns:
-        Whether there is a job to report to; `False` in a process nobody launched.
+        Whether there is a job to report to; `False` in a process that no launcher started.
     """
 
 def flush_reports(timeout: float = 5.0) -> bool:
@@ -110,5 +110,5 @@ def flush_reports(timeout: float = 5.0) -> bool:
         timeout: Seconds to wait at most.
 
     Returns:
-        Whether it has; `False` in a process nobody launched.
+        Whether it has; `False` in a process that no launcher started.
     """

@@ -24,7 +24,7 @@ class Field:
 
 @final
 class Dataset:
-    """A directory of Parquet files: prepared by us (with a manifest), or by anybody (read by its footers)."""
+    """A directory of Parquet files: prepared by us (with a manifest), or by any program (read by its footers)."""
 
     @staticmethod
     def open(url: str) -> Dataset: ...

@@ -66,7 +66,7 @@ class Event:
         """For "exit": the last 50 lines of the worker's stderr."""
     @property
     def dropped(self) -> int:
-        """For "log" and "metric": records lost just before this one because nobody called `events`."""
+        """For "log" and "metric": records lost just before this one because `events` was not called in time."""
 
 @final
 class Registrar:

@@ -117,7 +117,7 @@ def init(
     heap.start()
     load.introduce()
     if engine.world().size > 1:
-        stacks.start()  # alone, nobody asks what this process waits in
+        stacks.start()  # a process alone gets no question about its stack
     for reset in _on_init:
         reset()
     begin(sets)

@@ -174,7 +174,7 @@ class State:
             self._stored.wait()
 
     def _from_store(self) -> None:
-        """Takes the state from the store, in rank 0 of a world in which nobody has it."""
+        """Takes the state from the store, in rank 0 of a world in which no rank has it."""
         if self._stored is None or self._synced or self._rank() != 0:
             return
         found = self._stored.resume()
@@ -205,7 +205,7 @@ class State:
         raise NotImplementedError
 
     def _take_back(self) -> None:
-        """Takes note that nobody needs what `_lend` has returned; called in another thread."""
+        """Marks the result of `_lend` as unused; called in another thread."""
 
     def _pack(self, lent: Any) -> bytes:
         """A zip archive of what `_lend` has returned; called in another thread."""

@@ -46,8 +46,8 @@ def joined(last: int) -> int:
 
 
 _Entry: TypeAlias = tuple[tuple[int, ...], Any, Finish]
-"""The members of an operation that nobody has waited for yet, what it keeps, and what makes its result. Plain, for
-there may be hundreds at a time, and with each object more Python's collector of garbage looks at them more often."""
+"""The members of an operation that is not awaited yet, the objects that it keeps, and the function of its result. A
+tuple, because there may be hundreds at a time, and each further object makes Python's garbage collector run more often."""
 
 
 class _Whole:

@@ -4,8 +4,8 @@
 
 Workers keep memory that a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks
 of another size may not fit into the holes, and one small live block keeps everything below it, so a program whose
-tensors change their sizes would grow for ever. Therefore a thread checks the heap regularly. Memory that was unused for
-some seconds is returned to the system if it is more than an eighth of the used memory.
+tensors change their sizes would grow without limit. Therefore a thread checks the heap regularly. Memory that was
+unused for some seconds is returned to the system if it is more than an eighth of the used memory.
 """
 
 from __future__ import annotations

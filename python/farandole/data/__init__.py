@@ -8,7 +8,7 @@ Example:
     loader = ParquetLoader(data.train_url, batch_size=1024, framework="torch")
     ```
 
-    or, on Parquet that anybody wrote,
+    or, on Parquet from any program,
 
     ```python
     loader = ParquetLoader("/data/train", batch_size=1024, columns=["features", "label"], framework="torch")

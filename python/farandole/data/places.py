@@ -60,7 +60,7 @@ class Place(Mark):
             key: What the data is made from.
         """
         train = NativeStore(self.train_url)
-        train.delete(MANIFEST)  # first: nobody may find a manifest without its files
+        train.delete(MANIFEST)  # first: no reader may find a manifest without its files
         train.write(_PREPARATION, _json({"key": key, "time": time.time()}))
         for name, _ in train.list():
             if name not in (self._mark, _PREPARATION):
@@ -126,7 +126,7 @@ def note(train_url: str, partition: int, part: bytes, *, last: bool = True, sour
 
 
 def find(store: AbstractFilesystemStore, key: str, *, validates: bool) -> Place | None:
-    """Complete data of a key, which nobody will write over while it is in use.
+    """Complete data of a key, which is not overwritten while it is in use.
 
     Args:
         store: Where to look.

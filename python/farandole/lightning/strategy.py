@@ -31,7 +31,7 @@ _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "ligh
 
 
 class _World:
-    """Ranks and sizes as the session has them; it begins when somebody asks."""
+    """Ranks and sizes of the session, which starts with the first question."""
 
     @property
     def creates_processes_externally(self) -> bool:

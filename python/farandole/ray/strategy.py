@@ -74,7 +74,7 @@ def create_placement_group(
         The placement group and its bundles.
 
     Raises:
-        TimeoutError: Not all of it could be reserved in time; the message says what there is and what was asked for.
+        TimeoutError: Not all of it could be reserved in time; the message names both amounts.
     """
     ray = needed()
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415 - as Ray itself

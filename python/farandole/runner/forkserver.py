@@ -141,7 +141,7 @@ class Server:
         gc.freeze()
 
     def serve(self) -> None:
-        """Forks for whoever asks; returns when there is no reason to stay."""
+        """Forks a process for each request; returns when there is no reason to stay."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._tie, select.POLLIN)

@@ -89,7 +89,7 @@ class Output:
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
         verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
-        written: Streams with lines that nobody may have seen yet.
+        written: Streams with lines that may not have been shown yet.
         files: Where each rank's lines go besides.
     """
 
@@ -155,7 +155,7 @@ class _Seen:
 
     @property
     def is_forming(self) -> bool:
-        """Whether tasks are waited for: at the beginning, and after one was lost that somebody may start again."""
+        """Whether tasks are awaited: at the beginning, and after the loss of one that may be started again."""
         return not self.assigned or (self.verdict is not None and self.failed is None)
 
 
@@ -281,7 +281,7 @@ class _Gang(Hearing):
         Spark may never run a stage again whose executor was lost while another's task was ending.
 
         Raises:
-            FarandoleJobError: They did not come in time, and nobody else has the results.
+            FarandoleJobError: They did not come in time, and there is no other copy of the results.
         """
         since = self.seen.well_since = self.seen.well_since or now
         if self.has_results():

@@ -69,7 +69,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
 
     Args:
         asked: What the caller says; `None` leaves it to `FARANDOLE_WARM_WORKERS`, and that to `by_default`.
-        by_default: What holds when nobody says, outside of notebooks and Spark's searches over parameters.
+        by_default: The default outside of notebooks and of Spark's searches over parameters.
 
     Raises:
         ValueError: A variable does not parse.

@@ -85,7 +85,7 @@ def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
 def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    # The first frame is `_call`, which is nobody's business.
+    # The first frame is `_call`, which does not help the user.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(kind, error, frames))
     try:

@@ -352,7 +352,7 @@ def _turn(
 ) -> Iterator[float]:
     """Waits for a job's slots and holds them; the seconds that are left for its start."""
     if profile is not None:
-        yield start_limit(start_timeout)  # nobody knows the slots of another profile
+        yield start_limit(start_timeout)  # the slots of another profile are unknown
         return
     with queue(cluster).started(number, output.say, start_timeout) as left:
         yield left

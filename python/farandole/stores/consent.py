@@ -19,7 +19,7 @@ _WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 class PickleNotAllowedError(ValueError):
-    """Something in a store holds code, and nobody has allowed to run it."""
+    """An object in a store contains code, and the user has not allowed to run it."""
 
 
 def given() -> bool | None:

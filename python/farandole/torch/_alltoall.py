@@ -82,7 +82,7 @@ def alltoall_async(
         tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on all ranks. Must
             not be changed until `synchronize`.
         splits: How many rows go to each member, in the order of ranks; a tensor of them lives on the CPU. Must add up
-            to all rows (Horovod drops rows that nobody gets). Equal parts if not given, or empty.
+            to all rows (Horovod drops rows that no member gets). Equal parts if not given, or empty.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.
 

@@ -372,7 +372,7 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
         and grad.is_contiguous()
         and not grad.is_neg()
         and not grad.is_conj()
-        and grad.data_ptr() != 0  # zeros that nobody has written down
+        and grad.data_ptr() != 0  # zeros that are not materialized
     )
 
 

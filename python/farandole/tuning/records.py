@@ -19,7 +19,7 @@ def report(step: int, **metrics: float) -> bool:
         **metrics: Numbers by name, such as `loss=0.3`.
 
     Returns:
-        Whether somebody listens.
+        Whether there is a listener.
 
     Raises:
         TypeError: A metric is no number.

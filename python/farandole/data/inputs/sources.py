@@ -235,7 +235,7 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
 
 
 def _dataset(dataset: Any) -> Source:
-    """A dataset that somebody made: by its files, unless it leaves some rows out."""
+    """A dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
 

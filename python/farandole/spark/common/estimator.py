@@ -233,7 +233,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         self._check()
         backend, store = self._backend(), self._store()
         where = given or Existing.in_store(store, dataset_idx)
-        with in_use(where):  # before the data is opened: nobody deletes it in between
+        with in_use(where):  # before the data is opened, so that it is not deleted in between
             found = find_data(store, self._roles(), dataset_idx, where)
             if store.saving_runs():
                 store.check_writable()
@@ -375,7 +375,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         Args:
             job: the run.
             fingerprint: of the fit.
-            shown: gets what there is to say.
+            shown: gets the messages.
 
         Raises:
             RunInUseError: another fit trains the same run.

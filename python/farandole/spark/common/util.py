@@ -89,7 +89,7 @@ def prepare_data(
         allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
-        The number of the data set; nobody writes over it inside the context.
+        The number of the data set, which is not overwritten inside the context.
 
     Raises:
         ValueError: a column is missing or of no use, or a number is out of range.

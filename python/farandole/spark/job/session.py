@@ -171,7 +171,7 @@ class Cluster:
             return False
 
     def slots(self) -> int | None:
-        """Tasks that this application could run at once if it ran nothing else; `None` where nobody can tell."""
+        """Tasks that this application could run at once if it ran nothing else; `None` if unknown."""
         if self.context is None:
             return None
         try:
@@ -216,7 +216,7 @@ class Cluster:
             )
 
     def most_slots(self) -> int | None:
-        """Slots that dynamic allocation gives at most; `None` where nothing bounds them, or nobody can tell."""
+        """Slots that dynamic allocation gives at most; `None` if unlimited or unknown."""
         try:
             most, cores, cpus = (int(self.conf(key, default)) for key, default in _SIZES)
         except ValueError:

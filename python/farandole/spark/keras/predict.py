@@ -218,7 +218,7 @@ def _numbers(output: Any) -> npt.NDArray[Any]:
 
 
 def _prepare(backend: str) -> None:
-    """Chooses what Keras takes from the environment, where nobody has loaded it."""
+    """Chooses the backend for Keras's environment, if Keras is not loaded yet."""
     if "keras" in sys.modules:
         return
     os.environ["KERAS_BACKEND"] = backend

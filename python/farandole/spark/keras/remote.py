@@ -102,7 +102,7 @@ def _jax(wanted: bool) -> None:
 def _chosen(count: int) -> int | None:
     """Number of this process's GPU among those it sees, where every process sees one."""
     if is_elastic():
-        # Each for itself: a process that joins later finds nobody who asks the same.
+        # Each process for itself: one that joins later has no peer that calls the same.
         choice = task.device(count, basics.local_rank(), basics.local_size())
         return None if choice is None else choice.index
     ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])

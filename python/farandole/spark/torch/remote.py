@@ -252,7 +252,7 @@ class _Trainer:
             self.optimizer.zero_grad()
         with self.stepper.meter.phase("forward"), self.stepper.autocast():
             outputs, labels, loss = self.batches.forward(rows, self.model)
-        self._look(rows, loss, step)  # before anybody gets gradients of it
+        self._look(rows, loss, step)  # before any gradient is computed from it
         factor = 1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
         self.stepper.backward(loss * factor)
         if step == last - 1:

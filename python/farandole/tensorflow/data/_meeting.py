@@ -8,7 +8,7 @@ A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA
     client: length, 32 random bytes, HMAC("request" | both random parts | JSON), JSON
     server: length, HMAC("answer" | HMAC of the request | JSON), JSON
 
-So each side proves that it has the key, and nobody on the path can change a message. Messages are not encrypted,
+So each side proves that it has the key, and a message cannot be changed on its way. Messages are not encrypted,
 because they contain only addresses. Received data is never unpickled. The server answers when the requested event has
 happened, or after a timeout. A client that does not prove the key in time is disconnected, and it is the first to be
 disconnected if all places are taken.
@@ -133,7 +133,7 @@ class MeetingServer:
                 line.close()
 
     def _make_way(self) -> bool:
-        """Puts out who has waited longest for a proof of the key; whether there was anybody."""
+        """Closes the connection that has waited longest for a proof of the key; whether there was one."""
         with self._changed:
             oldest = next(iter(self._unproven), None)
             if oldest is None:
@@ -241,10 +241,10 @@ class MeetingClient:
         self._ask({"call": "shutdown"})
 
     def wait_for_shutdown(self, timeout: float | None = None) -> None:
-        """Waits until somebody calls `shutdown`; for ever without `timeout`, but not longer than the server lives.
+        """Waits for a call of `shutdown`: at most `timeout` seconds if given, and at most until the server ends.
 
         Raises:
-            TimeoutError: When nobody does in time.
+            TimeoutError: There was no call in time.
             ConnectionError: When the server is gone.
         """
         self._wait({"call": "await_shutdown"}, float("inf") if timeout is None else timeout)
@@ -304,7 +304,7 @@ def _proof(key: bytes, role: bytes, context: bytes, message: bytes) -> bytes:
 
 
 def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
-    """A request of somebody who knows the key, and its proof.
+    """Receives a request whose sender has proved that it knows the key, with this proof.
 
     Raises:
         ValueError: They do not know it.
@@ -315,7 +315,7 @@ def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
     said = _whole(line, _RANDOM + _PROOF, until)
     theirs, proof, request = said[:_RANDOM], said[_RANDOM : _RANDOM + _PROOF], said[_RANDOM + _PROOF :]
     if not hmac.compare_digest(proof, _proof(key, b"request", random + theirs, request)):
-        raise ValueError("somebody with another key")
+        raise ValueError("the sender has another key")
     return request, proof
 
 

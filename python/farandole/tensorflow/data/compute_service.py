@@ -4,13 +4,13 @@
 
 Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
 who reaches their ports can run graphs there, which read and write files. TensorFlow has no setting against that. So the
-service starts only with `open_to_the_network=True`, which confirms that nobody else can reach the ports. On the command
+service starts only with `open_to_the_network=True`, which confirms that no one else can reach the ports. On the command
 line this is `--open-to-the-network`, and for code that cannot be changed `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
 
 The meeting point, at which processes find each other, requires a key.
 
 Example:
-    # on hosts with CPUs to spare, in a network in which nobody else reaches them:
+    # on hosts with CPUs to spare, in a network that no one else can reach:
     # farandole run -np 4 python -m farandole.tensorflow.data.compute_worker --open-to-the-network service.json
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     dataset = dataset.send_to_data_service(config, hvd.rank(), hvd.size())
@@ -57,7 +57,7 @@ def require_consent(given: bool) -> None:
         given: whether the caller has consented.
 
     Raises:
-        PermissionError: nobody has.
+        PermissionError: the user has not consented.
         ValueError: the variable says neither yes nor no.
     """
     told = os.environ.get(CONSENT, "0").strip().lower()
@@ -106,7 +106,7 @@ class TfDataServiceConfig:
         """Refuses to open ports that run the graphs of everyone who reaches them, if the user has not consented.
 
         Raises:
-            PermissionError: Nobody has.
+            PermissionError: The user has not consented.
         """
         require_consent(self.open_to_the_network)
 
@@ -129,7 +129,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:
-        """Writes a file that only its owner reads; whoever reads it finds all of it or nothing."""
+        """Writes a file that only its owner can read. A reader finds all of it or nothing."""
         target = Path(filename)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
@@ -214,7 +214,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
 
     Raises:
-        PermissionError: When this process is to hold a dispatcher, and nobody has consented to open ports.
+        PermissionError: This process would hold a dispatcher, and the user has not consented to open ports.
         TimeoutError: When dispatcher or workers do not come in time.
     """
     client = compute_config.compute_client()
@@ -228,7 +228,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     try:
         yield address
     finally:
-        # Stops when nobody refers to it any more; stopping it here would wait for the workers to go.
+        # It stops with its last reference. To stop it here would wait until the workers have gone.
         del own
 
 
@@ -307,7 +307,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
     Raises:
         ConnectionError: When the service is gone.
-        PermissionError: When nobody has consented to open ports; see the module.
+        PermissionError: The user has not consented to open ports; see the module.
         TimeoutError: When the dispatcher does not come in time.
     """
     compute_config.require_consent()

@@ -33,7 +33,7 @@ def main(
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
 
     Raises:
-        PermissionError: When nobody has consented to open ports.
+        PermissionError: The user has not consented to open ports.
         ValueError: When ranks cannot be dealt out evenly.
     """
     require_consent(open_to_the_network)

@@ -13,7 +13,7 @@ Invariants:
 
 - RC-1: A number names one world. Member 0 claims it in the store, so a second list of members cannot use it.
 - RC-2: A member joins only a world of the list that it was given: the ticket comes with a digest of the list.
-- RC-3: The registrar admits each rank once, so nobody else is in the world.
+- RC-3: The registrar admits each rank once, so no other process is in the world.
 - RC-4: A call that is refused before the ticket has come leaves the world as it is.
 """
 

@@ -24,7 +24,7 @@ _NO_LIMIT = timedelta(0)
 
 
 class Pending:
-    """One operation of the engine, until somebody has waited for it.
+    """One operation of the engine, until it was awaited.
 
     Args:
         submission: A function of the engine, and its arguments.

@@ -74,7 +74,7 @@ class _DictHandler(StateHandler):
         return self._lent
 
     def take_back(self) -> None:
-        """Takes note that nobody reads what `lend` has returned."""
+        """Marks the result of `lend` as unused."""
         self._lent = None
 
     def restore(self) -> None:

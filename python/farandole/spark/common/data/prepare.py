@@ -106,7 +106,7 @@ def same_rows(name: str) -> Iterator[None]:
     It counts where no plan tells: on Spark Connect.
 
     Args:
-        name: of the rows, which nobody else uses.
+        name: of the rows, unique to them.
     """
     token = _SAME_ROWS.set(name)
     try:
@@ -161,7 +161,7 @@ def prepare_data(
         compress_sparse: compresses vectors, which are written dense.
 
     Yields:
-        What was prepared; nobody writes over it inside the context.
+        The prepared data, which is not overwritten inside the context.
 
     Raises:
         ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
@@ -321,7 +321,7 @@ def _prepare(
 def find_data(
     store: AbstractFilesystemStore, roles: Roles, idx: int | None = None, where: Existing | None = None
 ) -> Prepared:
-    """The data set that exists already, prepared by us or by anybody.
+    """The data set that exists already, prepared by us or by any program.
 
     Args:
         store: where it is, or where the file goes by which workers find data of elsewhere.

@@ -121,7 +121,7 @@ class ClassSums:
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: int = 0
     by_score: ScoreCounts | None = field(default_factory=ScoreCounts)
-    """Rows by score, of two classes; `None` if nobody asks for the area under the curve."""
+    """Rows by score, of two classes; `None` if the area under the curve is not requested."""
 
     def add(self, output: Array, label: Array) -> None:
         """Counts some rows.

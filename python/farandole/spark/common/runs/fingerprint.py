@@ -61,7 +61,7 @@ run must be able to go on with the processes that there are, as an elastic job d
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
 INITIAL = "initial weights"
-"""The part that a run which goes on does not need: its checkpoint has other ones by then."""
+"""The part that a continued run does not need, because its checkpoint has newer weights."""
 LOGGING = frozenset(
     {
         "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger", "RemoteMonitor", "TensorBoard",
@@ -198,7 +198,7 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
 
 
 def of_data(prepared: PreparedData) -> list[Part]:
-    """The rows on each side, by what their manifests say, or the footers of files that somebody else wrote.
+    """The rows on each side, by what their manifests say, or the footers of files from other programs.
 
     Args:
         prepared: the data.

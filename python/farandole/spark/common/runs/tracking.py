@@ -227,7 +227,7 @@ class MlflowTracker(_Service):
         self._library.end_run(status="FAILED" if failed else "FINISHED")
 
     def _system_metrics(self) -> dict[str, bool]:
-        """Asks for the load of this host, where MLflow and psutil can tell it and nobody has decided otherwise."""
+        """Asks for the load of this host, if MLflow and psutil can measure it and the user has not decided."""
         known = "log_system_metrics" in inspect.signature(self._library.start_run).parameters
         decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
         return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}

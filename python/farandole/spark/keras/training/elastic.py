@@ -104,7 +104,7 @@ class Commits(keras.callbacks.Callback):
         self._epoch = self._committed = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Has the metrics of an epoch that goes on do so, too."""
+        """Lets the metrics of a continued epoch continue, too."""
         del logs
         reached = self._course.reached
         self._epoch, self._committed = epoch, reached.place.steps

@@ -67,12 +67,12 @@ class Metered(keras.callbacks.Callback):
 
 
 class Halted(keras.callbacks.Callback):
-    """Ends the run after an epoch in which somebody has stopped the fit; on all ranks.
+    """Ends the run on all ranks after an epoch in which the fit was stopped.
 
     Not within an epoch: some backends call callbacks of steps from another thread, later than the step.
 
     Args:
-        halt: Tells whether somebody has.
+        halt: Tells whether the fit was stopped.
         rank: of this process.
     """
 

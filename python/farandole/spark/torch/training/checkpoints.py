@@ -90,7 +90,7 @@ class Checkpoints:
         return state
 
     def publish(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> None:
-        """Writes what there is to write after an epoch.
+        """Writes the files of an epoch.
 
         Args:
             state: makes the checkpoint.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorSource(Source):
-    """Prepared data, or anybody's Parquet, through the native reader."""
+    """Prepared data, or Parquet of any program, through the native reader."""
 
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
@@ -46,7 +46,7 @@ class ModuleSource:
         self._left: Iterator[Any] | None = None
 
     def rows_in(self, _first: int, _last: int) -> None:
-        """Rows of all processes in some steps: nobody knows."""
+        """Rows of all processes in some steps, which are unknown."""
         return
 
     def begin_at(self, place: Place) -> None:
