@@ -47,7 +47,7 @@ def joined(last: int) -> int:
 
 _Entry: TypeAlias = tuple[tuple[int, ...], Any, Finish]
 """The members of an operation that is not awaited yet, the objects that it keeps, and the function of its result. A
-tuple, because there may be hundreds at a time, and each further object makes Python's garbage collector run more often."""
+tuple, because there may be hundreds at a time, and each further object makes the garbage collector run more often."""
 
 
 class _Whole:
