@@ -27,7 +27,7 @@ from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook, train
 from farandole.spark.lightning.wrapped import wrap
-from farandole.spark.torch.columns import mapping
+from farandole.spark.torch import mapping
 from farandole.spark.torch.columns.losses import constructed, form_of
 from farandole.spark.torch.columns.tensors import inputs_of
 from farandole.spark.torch.job import Job, Label, Loop

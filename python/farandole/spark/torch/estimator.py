@@ -19,8 +19,7 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.fingerprint import Part
 from farandole.spark.common.runs.trackers import trackers_of
-from farandole.spark.torch import callbacks
-from farandole.spark.torch.columns import mapping
+from farandole.spark.torch import callbacks, mapping
 from farandole.spark.torch.columns.losses import constructed, form_of, weighted
 from farandole.spark.torch.columns.tensors import inputs_of, told_mapping
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The mapping from columns to tensors and from labels to a loss, and its checks on the driver."""
+"""Columns as tensors, and labels as a loss wants them."""
