@@ -210,5 +210,5 @@ def test_a_compiled_fit_equals_one_process(tensorflow_pair):
     tensorflow_pair.run(keras_compiles_the_whole_step)
 
 
-def test_what_xla_cannot_compile_says_why(tensorflow_pair):
+def test_an_operation_that_xla_cannot_compile_is_an_error_with_the_reason(tensorflow_pair):
     tensorflow_pair.run(what_cannot_be_compiled_says_why)

@@ -96,7 +96,7 @@ def test_the_latest_rows_are_held_out(tmp_path, column):
         ({"validation_time": "holes"}, "column 'holes' has nulls in 1 rows, so these rows cannot be ordered"),
     ],
 )
-def test_what_cannot_be_split_is_refused(tmp_path, monkeypatch, options, told):
+def test_rows_that_cannot_be_split_are_refused(tmp_path, monkeypatch, options, told):
     monkeypatch.setattr("farandole.data.splits._CLASSES", 10)
     rows = table().append_column("same", pa.array([1] * 1000)).append_column("holes", pa.array([None, *range(999)]))
     with pytest.raises(ValueError, match=told):
