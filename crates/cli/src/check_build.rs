@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_installed_has_a_cross() {
+    fn installed_frameworks_have_a_cross() {
         let modules = [("tensorflow".to_owned(), vec![Distribution::default()])].into();
         let page = check_build(&Python::default(), &modules);
         for row in [

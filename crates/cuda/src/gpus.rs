@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_find_the_mailbox_or_has_another_gpu_is_no_neighbour() {
+    fn a_member_without_the_mailbox_or_with_another_gpu_is_no_neighbour() {
         let folder = tempfile::tempdir().unwrap();
         let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
         let own = Card::read(&gpus.card(1)).unwrap();
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_driver_or_no_nccl_or_another_one_is_named() {
+    fn a_member_without_the_driver_or_the_same_nccl_is_named() {
         let (gpus, missing) = (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
         let card = gpus.card(0);

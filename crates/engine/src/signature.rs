@@ -354,7 +354,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_was_agreed_on_for_mixed_memory_is_right_for_any() {
+    fn an_agreement_for_mixed_memory_is_right_for_any_memory() {
         let at = |site| Signature { site, ..plain(&[2]) };
         for (agreed, own, covers) in [
             (Site::Host, Site::Host, true),

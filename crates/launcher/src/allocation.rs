@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_understood_is_named() {
+    fn an_invalid_value_is_named() {
         let message = |here: &Played| allocation(here).unwrap_err().to_string();
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
         assert!(message(&played(&slurm, &[])).ends_with("SLURM_JOB_NODELIST cannot be understood: a[1-"));

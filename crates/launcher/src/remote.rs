@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_login_shell_prints_is_skipped() {
+    fn output_of_a_login_shell_is_skipped() {
         let mut input = io::Cursor::new([b"Welcome!\n\xff\n", GREETING.as_bytes(), b"\nrest"].concat());
         skip_chatter(&mut input).unwrap();
         let mut rest = String::new();

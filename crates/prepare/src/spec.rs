@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_its_value() {
+    fn an_invalid_specification_is_refused_with_its_value() {
         for (text, expected) in [
             (r#"{"train": "t", "val": "v", "validation": {"fraction": 1.5}}"#, "must be in [0, 1): 1.5"),
             (r#"{"train": "t", "validation": {"fraction": 0.5}}"#, "a place to go to"),

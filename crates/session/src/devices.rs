@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_tensors_on_gpus_is_one_of_three() {
+    fn tensors_on_gpus_are_treated_in_one_of_three_ways() {
         assert_eq!(chosen("auto"), Ok(GpuTensors::Auto));
         assert_eq!(chosen("Staged"), Ok(GpuTensors::Staged));
         assert_eq!(chosen("copied"), Ok(GpuTensors::Copied));

@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_passes_is_waited_for_whatever_was_asked() {
+    async fn temporary_errors_are_retried_for_every_call() {
         let store = Patient::new(Moody::default(), "hdfs://service");
         let at = Path::from("a/b");
         says(&store, [standby(), refused()]);
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_does_not_pass_is_told_when_patience_ends() {
+    async fn a_lasting_error_is_returned_after_the_retries() {
         let told = |root| Patient::new(Moody::default(), root).patience;
         assert!(told("hdfs://service") > told("hdfs://node:8020"), "one of several takes over");
         let store = Patient { patience: FIRST_PAUSE * 8, ..Patient::new(Moody::default(), "hdfs://service") };

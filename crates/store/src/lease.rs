@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_renewed_counts_from_then_on_and_nothing_comes_back_by_it() {
+    fn a_renewal_extends_a_lease_and_recreates_no_deleted_one() {
         let (store, now) = (store("renewed"), SystemTime::now());
         let lasts = Duration::from_secs(600);
         let lease = take(&store, now, Some(lasts)).unwrap().unwrap();

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_for_the_name_of_a_file_is_not_repeated() {
+    fn a_value_that_was_parsed_as_a_file_name_is_not_in_the_message() {
         for secret in ["ya29.hidden-token", r#"{"private_key": "hidden-token"}"#] {
             let error = open(Service::Gcs, "gs://data", &options(&[("token", secret)])).unwrap_err();
             let mut shown = format!("{error} {error:?}");

@@ -171,7 +171,7 @@ farandole: {peer_timeout: 7s}
     }
 
     #[test]
-    fn what_is_not_known_is_said_with_the_nearest_key() {
+    fn an_unknown_key_is_reported_with_the_nearest_one() {
         let file = read(
             "c.yaml",
             "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nverbose: 2\nx: {y: 1}\n",
@@ -197,7 +197,7 @@ farandole: {peer_timeout: 7s}
     }
 
     #[test]
-    fn what_is_no_configuration_is_refused_by_name() {
+    fn an_invalid_configuration_is_refused_by_name() {
         for (text, part) in [
             ("- a\n- b\n", "c.yaml must hold sections"),
             ("params: 3\n", "the section params must hold keys"),

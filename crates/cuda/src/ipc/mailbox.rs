@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_member_writes_the_other_reads() {
+    fn one_member_reads_what_the_other_writes() {
         let (first, second) = pair();
         let mut offer = Offer([7; 64]);
         offer.0[63] = 9;

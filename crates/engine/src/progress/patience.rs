@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_not_spin_never_does() {
+    fn a_thread_that_may_not_spin_never_spins() {
         let mut patience = Patience::new(Duration::ZERO);
         patience.ran_out();
         assert_eq!(patience.limit(), Duration::ZERO);

@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stands_in_has_no_effect_after_it_is_scaled() {
+    fn the_substitute_of_a_joined_rank_has_no_effect_after_scaling() {
         let float = |op, prescale: f64| {
             let bytes = without_effect(DataType::F64, op, prescale);
             f64::from_ne_bytes(bytes[..8].try_into().unwrap()) * prescale
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_everybody_says_who_is_missing() {
+    fn an_operation_that_needs_all_ranks_names_the_missing_ones() {
         let joined = |member, gather| Joined { member, gather };
         let joins = Joins { joined: vec![joined(1, true), joined(2, false)], ..Joins::default() };
         let ranks = [Rank(4), Rank(6), Rank(9)];

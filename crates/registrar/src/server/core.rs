@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_worker_of_another_generation_returns_is_no_result() {
+    fn a_result_of_another_generation_is_ignored() {
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
         let core = Core::new(JobId("job".to_owned()), &Options::from_config(2, &config), false);
         for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {

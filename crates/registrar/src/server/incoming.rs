@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_from_where_most_come_makes_way_before_older_ones_from_elsewhere() {
+    fn a_connection_of_the_largest_source_makes_way_before_older_ones_of_other_sources() {
         let places = Places::new(4);
         let mut honest = places.take(HERE).unwrap();
         let mut flood: Vec<_> = (0..100).map(|_| places.take(THERE).unwrap()).collect();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_said_less_makes_way_before_older_ones_of_the_same_source() {
+    fn a_connection_in_an_earlier_stage_makes_way_before_older_ones_of_the_same_source() {
         let places = Places::new(3);
         let (mut spoken, mut answered) = (places.take(HERE).unwrap(), places.take(HERE).unwrap());
         spoken.0.reach(Stage::Spoken);

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_could_have_written_or_read_is_not_believed() {
+    fn a_file_that_other_users_could_write_or_read_is_not_trusted() {
         let folder = folder("others");
         let written = write(&folder, "t", "x").unwrap();
         let path = folder.join("t");

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_is_named() {
+    fn an_invalid_call_is_named() {
         for text in [
             "",
             "0",

@@ -257,7 +257,7 @@ fn tr_7_a_heartbeat_that_was_meddled_with_loses_the_peer_and_names_the_link() {
 }
 
 #[test]
-fn what_crosses_the_network_says_nothing() {
+fn data_on_the_network_reveals_nothing() {
     let secret = b"gradients, pickles and the names of tensors: nobody's business";
     let pair = Pair::new(1, None);
     let (zero, one) = pair.open(1);
@@ -286,7 +286,7 @@ fn what_crosses_the_network_says_nothing() {
 
 /// A whole recorded session, word for word, at the same rank of a job with the same key.
 #[test]
-fn what_was_recorded_opens_no_door_later() {
+fn a_recorded_handshake_is_useless_later() {
     let pair = Pair::new(1, None);
     let (mut zero, one) = pair.open(1);
     let sending = thread::spawn(move || send(one));
