@@ -279,7 +279,7 @@ class MeetingClient:
                 reason = f"{self._addresses[0]} gave no answer, as to a client with another key: {request}"
                 raise ConnectionError(f"the data service at {reason}") from error
         if not hmac.compare_digest(answer[:_PROOF], _proof(self._key, b"answer", proof, answer[_PROOF:])):
-            raise ConnectionError(f"what answers at {self._addresses[0]} does not have the key of the data service")
+            raise ConnectionError(f"the process at {self._addresses[0]} does not have the key of the data service")
         told = json.loads(answer[_PROOF:])
         if "error" in told:
             raise ValueError(told["error"])
