@@ -99,7 +99,7 @@ class StoredCommits:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Waits for the commit that is being written; what kept the last one from being written."""
+        """Waits for the commit in progress; returns the error of the last one, if any."""
         if self._thread is not None:
             self._thread.join()
         return self._failure

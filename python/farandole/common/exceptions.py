@@ -23,7 +23,7 @@ class FarandoleUsageError(ValueError, FarandoleInternalError):
 
 
 class FarandoleEnvironmentError(RuntimeError):
-    """The machine, the network or the configuration refused something; the message says what."""
+    """The machine, the network or the configuration refused an operation, which the message names."""
 
 
 class FarandoleBugError(RuntimeError):

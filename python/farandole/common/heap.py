@@ -72,7 +72,7 @@ class Heap:
         raise OSError("the kernel does not report it")
 
     def trim(self) -> None:
-        """Gives back what is unused."""
+        """Returns unused memory to the system."""
         self._trim(0)
 
 

@@ -31,7 +31,7 @@ def check_predivide(factor: float, op: int) -> tuple[float, float]:
 
 
 def choose_groups(groups: Any, num_groups: int) -> Any:
-    """`groups`, or what the deprecated `num_groups` says."""
+    """`groups`, or the value of the deprecated `num_groups`."""
     if num_groups:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=3

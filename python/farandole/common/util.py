@@ -127,7 +127,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Sets environment variables for a block, and puts back what was there.
+    """Sets environment variables for a block, and restores the old values.
 
     Args:
         **kwargs: Names and values; those of value `None` are left alone.

@@ -57,7 +57,7 @@ def sources_of(names: Iterable[str], present: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Categories and values for what is missing, all of them known."""
+    """Categories and replacements of missing values, all of them known."""
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fill: Mapping[str, Any] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Encoding:
 
     @property
     def plain_fill(self) -> dict[str, Any]:
-        """Values for columns that stay what they are."""
+        """Replacements in columns that are no categories."""
         return {name: value for name, value in self.fill.items() if name not in self.categories}
 
     def encode(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:

@@ -233,7 +233,7 @@ class Wish:
 
 
 class Learner:
-    """Counts what a plan asks for, batch by batch; learners of several tasks are merged."""
+    """Gathers the counts that a plan needs, batch by batch; learners of several tasks are merged."""
 
     def __init__(
         self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
@@ -272,7 +272,7 @@ class Learner:
                 raise ValueError(f"column {name!r} {error}" if name not in str(error) else str(error)) from None
 
     def merge(self, other: Learner) -> None:
-        """Adds what another learner of the same plan has counted."""
+        """Adds the counts of another learner of the same plan."""
         if self.sides is not None:
             self.sides.merge(other.sides)
         for key, tally in self.tallies.items():
@@ -283,7 +283,7 @@ class Learner:
 
 
 def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encoding:
-    """Looks at the rows of a source for what is to be learned, if anything is.
+    """Reads the rows of a source if values must be learned from them.
 
     Args:
         source: The rows.
@@ -321,7 +321,7 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
 
 
 def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -> None:
-    """Keeps with prepared data what became of its categories and missing values.
+    """Stores the encoding of categories and missing values with prepared data.
 
     Args:
         place: Of the data.

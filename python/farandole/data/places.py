@@ -54,7 +54,7 @@ class Place(Mark):
         self.told: dict[int, str] = {}
 
     def begin(self, key: str) -> None:
-        """Empties the place and says what will be prepared in it.
+        """Empties the place and marks it with the key of the new preparation.
 
         Args:
             key: What the data is made from.

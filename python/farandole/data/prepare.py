@@ -277,7 +277,7 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
 
 
 def texts(fill: Mapping[str, Any]) -> dict[str, str]:
-    """Values for what is missing, written out as the native writer wants them.
+    """Values for missing ones, as text for the native writer.
 
     Args:
         fill: Values by column.

@@ -179,7 +179,7 @@ class _Classes:
                 self._count(value, len(own), own)
 
     def merge(self, other: _Classes) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         for value, count in other.counts.items():
             self._count(value, count, other.least[value])
 
@@ -224,7 +224,7 @@ class _Groups:
             self.least, self.largest = min(self.least, int(found.min())), max(self.largest, int(found.max()))
 
     def merge(self, other: _Groups) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
 
     def sides(self) -> Sides:
@@ -255,7 +255,7 @@ class _Times:
         self.quantile.add(_checked(batch.column(self.split.column), self.split.column))
 
     def merge(self, other: _Times) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.quantile.merge(other.quantile)
 
     def sides(self) -> Sides:

@@ -69,7 +69,7 @@ class Mean:
                 self.total += int(some) << (shift + exponent - _MANTISSA - _LEAST_EXPONENT)
 
     def merge(self, other: Mean) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.count, self.total = self.count + other.count, self.total + other.total
 
     @property
@@ -105,7 +105,7 @@ class Quantile:
         self._count(zip(keys.tolist(), counts.tolist(), strict=True))
 
     def merge(self, other: Quantile) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self._drop(max(0, other.dropped - self.dropped))
         shift = self.dropped - other.dropped
         self._count((key >> shift, count) for key, count in other.cells.items())
@@ -212,7 +212,7 @@ class Longest:
         self.value = max(self.value, compute.max(column.value_lengths()).as_py() or 0)
 
     def merge(self, other: Longest) -> None:
-        """Takes what another task has found."""
+        """Adds the result of another task."""
         self.value = max(self.value, other.value)
 
 
@@ -240,7 +240,7 @@ class Values:
         self._count(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
 
     def merge(self, other: Values) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self._count(other.counts.items())
 
     @property

@@ -122,7 +122,7 @@ class LightningState(TorchState):
                 self._trainer = None
 
     def save(self) -> None:
-        """Keeps everything as it is, while a trainer trains; else what it kept last stays."""
+        """Saves the state while a trainer trains; otherwise the last saved state stays."""
         if self._trainer is not None:
             taken = copied(_at_the_start(_dumped(self._trainer)), self._spare)
             self._checkpoint, self._spare = taken, self._checkpoint

@@ -313,7 +313,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """Sends rows to every member and returns what all members sent here.
+    """Sends rows to every member and returns the rows that all members sent here.
 
     Args:
         tensor: As for `alltoall_async`.

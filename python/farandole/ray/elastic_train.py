@@ -125,7 +125,7 @@ class Regime:
         self._thread.start()
 
     def take_in(self, group: Any) -> None:
-        """Makes workers that Ray has started members of the job; raises what Ray raises for one that died."""
+        """Adds workers that Ray has started to the job; raises Ray's error if one has died."""
         asked = []
         for worker in group.get_workers():
             with self._lock:

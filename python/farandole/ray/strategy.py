@@ -125,7 +125,7 @@ def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Call
 def reserved(
     cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
 ) -> Iterator[Any]:
-    """Resources for a number of workers at once, given back afterwards: two jobs never hold half of what each needs.
+    """Resources for a number of workers at once, given back afterwards. Two jobs never hold half of theirs each.
 
     Args:
         cpus: CPUs of a worker.

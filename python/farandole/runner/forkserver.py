@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed servers have left, once their owners are gone: none of them starts another one there.
+    """Removes files of killed servers whose owners have ended, so that none of them starts another server there.
 
     Args:
         folder: Where sockets are, each with a lock beside it that names the owner.

@@ -67,7 +67,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
-    """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
+    """Runs a function on `num_proc` Spark tasks that start together, and returns the result of each rank.
 
     Each task starts one worker process and passes it the function; inside, `farandole.torch.init()` and its siblings
     form the world. Works on classic Spark and on Spark Connect.

@@ -37,7 +37,7 @@ def given() -> bool | None:
 
 
 def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
-    """Refuses to unpickle what a user loads, where that was asked for.
+    """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
         path: of what is loaded.

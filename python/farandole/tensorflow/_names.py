@@ -25,7 +25,7 @@ def normalize(name: str) -> str:
 
 
 def base_name(name: str, ignore_name_scope: bool) -> str:
-    """`name`, or what follows its last `/`."""
+    """`name`, or its part after the last `/`."""
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 

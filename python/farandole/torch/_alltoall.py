@@ -131,7 +131,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends every rank some of this rank's rows, and returns what came, in the order of ranks.
+    """Sends rows to every rank and returns the rows that all ranks sent here, in the order of ranks.
 
     Differentiable: gradients travel back the way the rows came.
 

@@ -112,7 +112,7 @@ class Bucket:
             slot.bucket = self
 
     def reset(self, passes: int) -> None:
-        """Counts again and forgets what was started."""
+        """Resets the counts and forgets the started reduction."""
         self.waiting = 0
         for slot in self.slots:
             slot.left = passes
@@ -286,7 +286,7 @@ class ViewBucket(Bucket):
                 self.adopt(slot)
 
     def reset(self, passes: int) -> None:
-        """Counts again and forgets what was started."""
+        """Resets the counts and forgets the started reduction."""
         super().reset(passes)
         self._wire = None
 

@@ -125,7 +125,7 @@ def needs_copy(tensor: torch.Tensor) -> bool:
 
 
 def require_in_place(tensor: torch.Tensor) -> None:
-    """Refuses what an in-place operation cannot write to.
+    """Refuses tensors that an in-place operation cannot write to.
 
     Raises:
         ValueError: When the tensor is not contiguous.

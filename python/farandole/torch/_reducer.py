@@ -79,7 +79,7 @@ class GradientReducer:
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Forgets what was counted and started. Only when nothing is in progress, or the world is lost."""
+        """Resets counts and started reductions. Call it only if none is in progress, or the world is lost."""
         for bucket in self._buckets:
             bucket.reset(self.passes)
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
@@ -91,7 +91,7 @@ class GradientReducer:
         self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """Starts what no hook has started, and waits for everything.
+        """Starts the reductions that no hook has started, and waits for all.
 
         Raises:
             ValueError: When ranks disagree about a gradient.

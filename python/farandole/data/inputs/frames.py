@@ -50,7 +50,7 @@ def is_spark(value: Any) -> bool:
 
 
 def frame_source(value: Any) -> Source | None:
-    """The rows of a frame, a table or a stream; `None` for what is none of them.
+    """The rows of a frame, a table or a stream; `None` for other values.
 
     Args:
         value: Anything but a pyarrow dataset.
@@ -75,7 +75,7 @@ def frame_source(value: Any) -> Source | None:
 
 
 def held(source: Any) -> pa.Table | None:
-    """Rows that are in memory already, and stay there; `None` for what streams past."""
+    """Rows that are in memory already, and stay there; `None` for a stream."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     if _is_pandas(source):

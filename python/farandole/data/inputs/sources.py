@@ -51,7 +51,7 @@ def open_source(
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Finds out what is in a source.
+    """Opens a source and finds its columns and units.
 
     Args:
         source: See `farandole.data.prepare_data`.
@@ -97,7 +97,7 @@ def open_source(
 def listed(
     source: Any, given: str | None, types: Mapping[str, Any] | None, options: Mapping[str, Any] | None
 ) -> tuple[list[Any], str, bool] | None:
-    """The pyarrow datasets behind a path or a list of paths; `None` for what is neither.
+    """The pyarrow datasets behind a path or a list of paths; `None` for other values.
 
     Args:
         source: Perhaps a path.

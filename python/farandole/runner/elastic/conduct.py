@@ -50,7 +50,7 @@ class Workers(Protocol):
         """Starts the first workers, and returns at once."""
 
     def end(self) -> None:
-        """Starts nothing any more, and ends what still waits or runs."""
+        """Starts no more workers, and ends those that wait or run."""
 
 
 class Departures(Protocol):

@@ -65,7 +65,7 @@ class Elastic:
         return self.discovery is not None or self.min_num_proc is not None
 
     def check(self, **hosts: object) -> None:
-        """Refuses what contradicts itself.
+        """Refuses settings that contradict each other.
 
         Args:
             **hosts: Hosts that were named, by argument.

@@ -105,7 +105,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises what `farandole.spark.run` raises."""
+        """As `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
             taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)

@@ -96,7 +96,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         dataset: DataFrame,
         paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
     ) -> Iterator[tuple[int, Any]]:
-        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share the result.
 
         The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
         all of its processes.

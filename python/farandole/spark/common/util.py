@@ -193,7 +193,7 @@ def clear_training_cache() -> None:
 
 
 def check_validation(validation: Any, df: DataFrame | None = None) -> None:
-    """Refuses what is no validation.
+    """Refuses an invalid `validation`.
 
     Args:
         validation: a share of rows, the name of a column, or `None`.

@@ -33,7 +33,7 @@ NO_SESSION = "Could not find an active SparkContext, are you running in a PySpar
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Spark session and what differs between classic Spark and Spark Connect.
+    """A Spark session, with the differences between classic Spark and Spark Connect.
 
     Attributes:
         session: The session.
@@ -186,7 +186,7 @@ class Cluster:
         return not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
 
     def check(self, size: int) -> None:
-        """Refuses what cannot work, before anything is started.
+        """Refuses settings that cannot work, before the job starts.
 
         Raises:
             ValueError: More tasks than there can be slots, or speculation in a gang without a barrier.

@@ -116,7 +116,7 @@ def _stated(dtype: str) -> str:
 
 
 def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> dict[str, str | None]:
-    """The columns to read, and what the reader casts them to, if that is anything it can.
+    """The columns to read, with the types that the reader can cast them to.
 
     Args:
         shape: of the model.

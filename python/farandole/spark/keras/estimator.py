@@ -50,7 +50,7 @@ class KerasEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> KerasEstimatorParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
+        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         return KerasEstimatorParamsWriter(cast("Any", self))
 
 
@@ -119,7 +119,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return KerasModel
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Shapes of the model's inputs and of its outputs, with -1 for what is not known."""
+        """Shapes of the model's inputs and outputs, with -1 for unknown sizes."""
         model = self.getModel()
         inputs, outputs = (
             [[-1 if size is None else int(size) for size in one.shape] for one in side]

@@ -83,7 +83,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         return entries(self.getHistory() or {})
 
     def write(self) -> KerasModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there."""
+        """The writer; `write().overwrite().save(path)` replaces the old directory."""
         from farandole.spark.keras.saving.persistence import KerasModelWriter
 
         return KerasModelWriter(self)

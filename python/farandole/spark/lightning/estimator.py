@@ -54,7 +54,7 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
+        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))

@@ -56,7 +56,7 @@ def transformed_columns(
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuses what trains nothing of the model.
+    """Refuses an optimizer without parameters of the model.
 
     Args:
         model: the user's.

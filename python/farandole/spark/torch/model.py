@@ -73,7 +73,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     _framework = "torch"
 
     def write(self) -> TorchModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there."""
+        """The writer; `write().overwrite().save(path)` replaces the old directory."""
         from farandole.spark.torch.saving.persistence import TorchModelWriter
 
         return TorchModelWriter(self)

@@ -59,7 +59,7 @@ class Predictor:
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same, knowing what its predictions become.
+        """The same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.

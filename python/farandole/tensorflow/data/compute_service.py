@@ -142,7 +142,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:
-        """Reads what `write` wrote.
+        """Reads the file of `write`.
 
         Args:
             filename: The file.
@@ -300,7 +300,7 @@ cast("Any", tf.data.Dataset).send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Works for the service until it is shut down: what every compute process runs.
+    """Works for the service until it is shut down; every compute process runs this.
 
     Args:
         compute_config: Of the service; the number of ranks is the number of workers.

@@ -111,7 +111,7 @@ class VectorCompressor(Compressor):
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends on the vector's.
 
-        With a residual, the payload is that of the vector and the residual, which then holds what was lost.
+        With a residual, the payload is that of the vector plus the residual, which then holds the lost part.
         """
 
     @abstractmethod

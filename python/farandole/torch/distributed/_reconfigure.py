@@ -92,7 +92,7 @@ class Handle:
 
 
 def ordered(handles: Iterable[str]) -> list[str]:
-    """The members by rank: a list as it is; of a set those first who were in a world, by their ranks there.
+    """The members by rank: the order of a list; for a set, old members first, by their ranks.
 
     Raises:
         FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.

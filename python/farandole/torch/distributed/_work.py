@@ -70,7 +70,7 @@ class Completer:
             self._queue.put((pending, then))
 
     def close(self) -> None:
-        """Ends the thread after what it was given."""
+        """Ends the thread after all given operations."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:

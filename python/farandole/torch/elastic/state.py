@@ -131,7 +131,7 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Changes what is handled, for states made from now on."""
+    """Sets the handlers for states that are made later."""
     global _registry  # noqa: PLW0603 - Horovod's function
     _registry = registry
 

@@ -218,11 +218,11 @@ class Source:
         return self._until(last) - self._until(first)
 
     def share(self, rows: Rows) -> float:
-        """By what the mean loss over a batch is multiplied, before gradients are averaged over processes."""
+        """The factor of the mean loss over a batch, before gradients are averaged over processes."""
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch, or of what is left of one.
+        """The batches of an epoch, or of its rest.
 
         Args:
             number: of the epoch, which gives its order.

@@ -174,7 +174,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return own.drift(df, optional=labels, **reading)
 
     def explain(self) -> str:
-        """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.
+        """The model in words: its inputs and outputs, the treatment of missing values, its layers and parameters.
 
         Returns:
             Lines of text, which `print` shows.

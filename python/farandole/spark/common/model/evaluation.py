@@ -82,7 +82,7 @@ class ScoreCounts:
         self._count(ordered >> self.shift, counts)
 
     def merge(self, other: ScoreCounts) -> None:
-        """Adds what another task has counted.
+        """Adds the counts of another task.
 
         Args:
             other: of other rows.
@@ -149,7 +149,7 @@ class ClassSums:
             self.by_score.add(raw[:, 1], index)
 
     def merge(self, other: ClassSums) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.count, self.loss = self.count + other.count, self.loss + other.loss
         self.classes = max(self.classes, other.classes)
         for key, count in other.confusion.items():
@@ -214,7 +214,7 @@ class ValueSums:
         self.merge(ValueSums(len(wanted), float((wrong**2).sum()), float(np.abs(wrong).sum()), mean, spread))
 
     def merge(self, other: ValueSums) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         count = self.count + other.count
         if not count:
             return

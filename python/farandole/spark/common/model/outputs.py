@@ -77,7 +77,7 @@ def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
 
 
 def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]) -> list[Output]:
-    """Predicts one row to see what a model returns.
+    """Predicts one row to find the outputs of a model.
 
     Args:
         dataset: to be transformed.

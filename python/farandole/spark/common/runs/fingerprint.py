@@ -107,7 +107,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Difference:
-    """A part that is not what it was."""
+    """A part that has changed."""
 
     name: str
     before: str

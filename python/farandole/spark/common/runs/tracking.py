@@ -55,7 +55,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     """Logs nothing; what logs something derives from it."""
 
     def report(self, record: dict[str, Any]) -> None:
-        """Takes what a worker has sent."""
+        """Takes a worker's report."""
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """Takes the trained model.

@@ -65,7 +65,7 @@ class Course:
         self._state: Any = elastic.KerasState(model, reached=self.reached)
 
     def through(self, train: Callable[[], None]) -> None:
-        """Calls a function that trains from what was reached to the end, in each world until one has done so.
+        """Calls a function that trains from the last commit to the end, in each world until one has finished.
 
         Args:
             train: the function; it begins with a collective look at what was reached.

@@ -36,7 +36,7 @@ _SECONDS, _ROWS = "seconds", "rows"
 
 
 class Metered(keras.callbacks.Callback):
-    """Measures where this rank's time goes; what the reduction takes is part of Keras's own step."""
+    """Measures the parts of this rank's time; Keras's own step contains the reduction."""
 
     async_safe = True
 
@@ -61,7 +61,7 @@ class Metered(keras.callbacks.Callback):
         self._meter.batch_ends()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Says what was measured."""
+        """Reports the measured times."""
         del epoch, logs
         self._meter.tell()
 

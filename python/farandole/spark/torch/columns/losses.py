@@ -57,7 +57,7 @@ def form_of(loss: Any) -> str | None:
 
 
 def constructed(objects: Objects, **arguments: Any) -> list[Any]:
-    """The losses: those that were given, or what their constructors make.
+    """The given losses, or those that their constructors make.
 
     Args:
         objects: the user's.
@@ -162,7 +162,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def share(valid: int, size: int, everywhere: int) -> float:
-    """By what the mean loss over this process's rows is multiplied, before gradients are averaged over processes.
+    """The factor of the mean loss over this process's rows, before gradients are averaged over processes.
 
     Args:
         valid: rows of this process in this batch.

@@ -118,7 +118,7 @@ class Stepper:
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint kept.
+        """Loads the state of a checkpoint.
 
         Args:
             state: the whole checkpoint.
