@@ -127,7 +127,7 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).with_context(|| format!("not a size: {text}"))
 }
 
-/// What rank 0 measured at one size.
+/// Rank 0's measurement at one size.
 #[derive(Debug, PartialEq)]
 struct Row {
     bytes: u64,

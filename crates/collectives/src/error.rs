@@ -34,7 +34,7 @@ pub enum Error {
     /// Members that cannot be reached any more, as a library tells that does not say which.
     #[error("members of a communicator were lost: {reason}")]
     Lost {
-        /// What the library says.
+        /// The library's message.
         reason: String,
     },
     /// A device failed.

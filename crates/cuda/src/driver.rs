@@ -204,7 +204,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// What a device is; no context is made to find out.
+    /// The properties of a device. No context is made for it.
     ///
     /// # Errors
     /// `Driver` when there is no such device.

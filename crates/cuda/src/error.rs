@@ -35,7 +35,7 @@ pub enum Error {
     Version {
         /// Where it is.
         path: String,
-        /// What it says.
+        /// The version that it reports.
         version: String,
         /// The lowest version that works.
         least: &'static str,

@@ -37,7 +37,7 @@ pub struct Gpus {
 }
 
 impl Gpus {
-    /// None is looked for yet.
+    /// Creates the object without a search for GPUs.
     pub fn new(places: Places) -> Self {
         Self { places: Mutex::new(places), ..Self::default() }
     }
@@ -248,9 +248,9 @@ fn share(cards: &[Option<Card>]) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Card {
     uuid: [u8; 16],
-    /// Of NCCL; 0 where there is none.
+    /// The version of NCCL; 0 if there is none.
     version: i32,
-    /// What counts where all have it: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
+    /// Abilities that count if all members have them: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
     abilities: u8,
     /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
     neighbours: u64,
@@ -262,12 +262,12 @@ const ROOMS: u8 = 1;
 const REGISTERS: u8 = 2;
 /// NCCL reduces floats of eight bits.
 const FLOAT8: u8 = 4;
-/// What the name of a communicator by CUDA IPC begins with: one of NCCL says there what all members are able to.
+/// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all members.
 const IPC: u8 = 0x80;
 
 /// A mark of there being a card, the GPU, the version, what it is able to, and its neighbours.
 const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
-/// What all are able to, and NCCL's name.
+/// The length of the abilities and of NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
 const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");

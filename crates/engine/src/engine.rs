@@ -369,7 +369,7 @@ impl Engine {
         Ok(desk.admit(submission, callback))
     }
 
-    /// What can be told without other ranks.
+    /// Checks that need no other rank.
     fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
         let Member { key, ranks } = self.member(request.process_set)?;
         let place = Place { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };

@@ -102,7 +102,7 @@ pub enum Error {
     Splits {
         /// The tensor.
         tensor: Arc<str>,
-        /// What they must be, and what they are.
+        /// The expected and the actual value.
         reason: String,
     },
     /// A group needs members, all of one process set.

@@ -33,7 +33,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// How long a waiter spins for the progress lock before it sleeps.
 const CONTEND: Duration = Duration::from_micros(20);
 
-/// What the progress lock guards.
+/// The state under the progress lock.
 pub(crate) struct Driver {
     pub(crate) sets: Vec<ProcessSet>,
     intake: VecDeque<Submission>,
@@ -45,7 +45,7 @@ pub(crate) struct Driver {
     patience: Patience,
     /// Grows with every result posted.
     posted: u64,
-    /// Of sets that were removed.
+    /// Statistics of removed sets.
     pub(crate) past: Statistics,
     pub(crate) stopped: bool,
 }

@@ -39,7 +39,7 @@ pub(crate) enum Call {
     },
 }
 
-/// What an agreement is about.
+/// The kind of an agreement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Topic {
     /// A process set of the ranks in the shape.
@@ -74,7 +74,7 @@ impl Topic {
 }
 
 impl Signature {
-    /// What a meeting is about, where the name of its kind does not say it.
+    /// The matter of a meeting, if the name of its kind does not state it.
     pub(crate) fn matter(&self) -> Option<Box<str>> {
         matches!(self.call, Call::Change(_)).then(|| self.to_string().into())
     }

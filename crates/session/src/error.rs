@@ -19,7 +19,7 @@ const WAYS: &str = "ranks on one host meet in a file of the user's, those of sev
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Nobody has called `init`, or `shutdown` came after it.
+    /// `init` was not called, or `shutdown` was called after it.
     #[error("farandole has not been initialized; call init() first")]
     NotInitialized,
     /// The caller asked to give up.
@@ -85,10 +85,10 @@ pub enum Error {
         /// The process that has it.
         holder: String,
     },
-    /// What a starter has told in the environment is no place.
+    /// The place of a launcher's variables is invalid.
     #[error("the rank of this process is unknown: {reason}")]
     Place {
-        /// What is wrong, naming the variables.
+        /// The reason, with the variables.
         reason: String,
     },
     /// The ranks that a starter has made cannot meet.
@@ -98,7 +98,7 @@ pub enum Error {
         starter: &'static str,
         /// How many.
         size: u32,
-        /// What keeps them apart.
+        /// The reason why they cannot meet.
         reason: String,
     },
     /// Ranks that a starter has made did not all meet in time.
@@ -112,7 +112,7 @@ pub enum Error {
         size: u32,
         /// The launcher that started them.
         starter: &'static str,
-        /// What was waited for, and what was seen of it.
+        /// The awaited event, and the observations so far.
         what: String,
         /// Time spent.
         elapsed: Duration,

@@ -22,7 +22,7 @@ impl Rest {
         Self { unparker: parker.unparker(), parker, mesh: Some(mesh) }
     }
 
-    /// What connects this process with its peers; none in a world of one.
+    /// The mesh that connects this process with its peers; `None` in a world of one.
     pub(crate) fn mesh(&self) -> Option<&Mesh> {
         self.mesh.as_ref()
     }

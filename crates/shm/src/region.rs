@@ -116,7 +116,7 @@ impl Region {
         self.mapping.head()
     }
 
-    /// What others need to map it.
+    /// The card that others need to map it.
     pub fn card(&self) -> &RegionCard {
         &self.card
     }

@@ -27,7 +27,7 @@ pub struct Harness {
     crossover: Crossover,
 }
 
-/// What carries the links of a world.
+/// The kind of a world's links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Links {
     /// Memory of this process.

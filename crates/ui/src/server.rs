@@ -254,7 +254,7 @@ mod tests {
         stream
     }
 
-    /// What is answered at first to a request that leaves the connection open.
+    /// The first answer to a request that leaves the connection open.
     fn head(stream: &mut std::net::TcpStream, request: &str) -> String {
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = vec![0; 64 << 10];

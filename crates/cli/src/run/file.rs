@@ -21,7 +21,7 @@ pub(crate) struct File {
     pub(crate) flags: Vec<(&'static str, String)>,
     /// Knobs and their values, by key.
     pub(crate) knobs: Vec<(String, String)>,
-    /// What is not understood, in words.
+    /// Remarks about unknown entries.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ fn is_section(section: &str) -> bool {
     section == OURS || FLAGS.iter().any(|flag| flag.key.is_some_and(|(known, _)| known == section))
 }
 
-/// What stands for true or false, as in YAML of all times, and as Horovod takes it.
+/// The words for true and false, in all versions of YAML and in Horovod.
 fn truth(text: &str) -> Option<&'static str> {
     match text.to_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some("true"),

@@ -27,7 +27,7 @@ pub struct Transfer {
     pub copied: bool,
 }
 
-/// What a step does.
+/// The action of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Sends.
@@ -128,7 +128,7 @@ fn index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// What a transfer carries.
+/// The content of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Load {
     bytes: usize,

@@ -108,7 +108,7 @@ impl Nccl {
     }
 }
 
-/// What one communicator has registered, by where it begins.
+/// The memory that one communicator has registered, by its start.
 #[derive(Default)]
 pub(super) struct Registry(Vec<usize>);
 

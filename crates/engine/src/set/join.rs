@@ -33,7 +33,7 @@ struct Joined {
     gather: bool,
 }
 
-/// Who has joined, as far as this member knows: those below it, and itself.
+/// The members that have joined, as far as this member knows: those below it, and itself.
 #[derive(Default)]
 pub(super) struct Joins {
     joined: Vec<Joined>,
@@ -180,7 +180,7 @@ impl ProcessSet {
     }
 }
 
-/// What a member that has joined brings to an operation of the others.
+/// The part of a joined member in an operation of the others.
 pub(super) fn stand_in(agreed: &Agreed) -> Entry {
     let signature = &agreed.signature;
     let bytes = usize::try_from(signature.unit_bytes()).unwrap_or(usize::MAX);

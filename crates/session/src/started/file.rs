@@ -83,7 +83,7 @@ fn identity(found: &Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// What the file holds; nothing while it is not there.
+/// The content of the file; `None` if it does not exist yet.
 ///
 /// # Errors
 /// It is not one that only its owner, this user, can have written and read.

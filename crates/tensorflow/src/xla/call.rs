@@ -21,7 +21,7 @@ use crate::world;
 /// Where results go: each tensor's, then the token's, which orders calls and carries nothing.
 type Outputs = *const *mut c_void;
 
-/// What XLA calls.
+/// The function that XLA calls.
 ///
 /// # Safety
 /// XLA calls it with the addresses of inputs and outputs, the text, its length and a status.

@@ -33,7 +33,7 @@ pub(super) struct Wait {
     pub(super) tensor: String,
 }
 
-/// What arrivals say.
+/// The result from arrivals.
 #[derive(Default)]
 pub(super) struct Lateness {
     pub(super) ranks: BTreeMap<u32, Arrivals>,
@@ -45,7 +45,7 @@ pub(super) struct Lateness {
 }
 
 impl Lateness {
-    /// Of the operations that began at `known` or later, in a job of `ranks` ranks.
+    /// The result of operations that began at `known` or later, in a job of `ranks` ranks.
     pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64, ranks: usize) -> Self {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();

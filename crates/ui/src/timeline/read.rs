@@ -72,7 +72,7 @@ pub(super) struct Trace {
     pub(super) host: String,
     /// Time of its clock at its time 0, in microseconds since the epoch.
     pub(super) start: i64,
-    /// What happened before, by its time, is in no file: it was given up to keep the file small.
+    /// The time before which no event is in a file, because it was dropped to keep the file small.
     pub(super) since: i64,
     /// Number of ranks; 0 where the file does not say.
     pub(super) size: u32,

@@ -44,7 +44,7 @@ pub struct Straggler {
     pub share: f64,
 }
 
-/// What [`merge`](super::merge) returns.
+/// The result of [`merge`](super::merge).
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// By rank.

@@ -30,7 +30,7 @@ fn done(rank: u32, step: i64) -> i64 {
     asks(2, step) + 300 + 10 * i64::from(rank)
 }
 
-/// What a rank of such a job writes.
+/// The file of a rank of such a job.
 fn file(rank: u32) -> String {
     let ahead = if host(rank) == "a-1" { 0 } else { AHEAD };
     // Ranks start at different times.
