@@ -36,7 +36,7 @@ impl Writer<'_> {
     }
 }
 
-/// What is wrong with a frame.
+/// The error of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Malformed {
     #[error("it ends early")]

@@ -22,7 +22,7 @@ use crate::shell::Shell;
 /// Where the MPI operator of Kubernetes puts the program.
 const KUBECTL: &str = "/opt/kube/kubectl";
 
-/// What looks up a variable of the environment, and what reads a file: a test plays both.
+/// Looks up variables of the environment, and reads files: a test replaces both.
 pub trait Surroundings {
     /// The variable's value, if it is set and not empty.
     fn variable(&self, name: &str) -> Option<String>;

@@ -42,7 +42,7 @@ pub struct Job {
     pub num_proc: u32,
     /// Hosts and their slots, in the order of ranks; none means this host alone.
     pub hosts: Vec<HostSlots>,
-    /// What each process runs.
+    /// The program of each process.
     pub work: Work,
 }
 

@@ -70,7 +70,7 @@ pub struct RemoteTasks {
     pub lasting: bool,
 }
 
-/// What is heard of another host.
+/// An event of another host.
 #[derive(Debug)]
 pub enum Notice {
     /// Its agent has started and has its order.
@@ -245,7 +245,7 @@ fn converse(
 enum Said {
     /// It is not one that we may work with.
     Refused(String),
-    /// What came was not understood, or could not be answered.
+    /// A message was not understood, or could not be answered.
     Broken(io::Error),
 }
 

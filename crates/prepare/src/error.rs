@@ -139,11 +139,11 @@ pub enum Error {
         column: String,
         /// Type and shape in one.
         first: String,
-        /// That partition.
+        /// The number of the partition.
         first_partition: u64,
         /// Type and shape in the other.
         second: String,
-        /// That partition.
+        /// The number of the partition.
         second_partition: u64,
     },
     /// A vector that contradicts itself.
@@ -195,9 +195,9 @@ pub enum Error {
     Damaged {
         /// The file.
         path: String,
-        /// What its bytes give.
+        /// The checksum of its bytes.
         found: String,
-        /// What they gave when they were written.
+        /// Their checksum when they were written.
         expected: String,
     },
     /// Used after its end.

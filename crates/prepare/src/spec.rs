@@ -68,7 +68,7 @@ pub struct Spec {
     /// mostly zeros.
     #[serde(default)]
     pub compress_sparse: bool,
-    /// What replaces nulls and NaN, as text, by column; `"*"` stands for all other columns it makes sense for.
+    /// The replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that can hold it.
     /// Without it they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
@@ -78,7 +78,7 @@ pub struct Spec {
     /// Rows of a row group; chosen by size when absent.
     #[serde(default)]
     pub row_group_rows: Option<u64>,
-    /// What the data is made from.
+    /// The source of the data.
     #[serde(default)]
     pub fingerprint: String,
 }
@@ -123,13 +123,13 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What replaces nulls and NaN of `column`, and whether it was meant for this column alone.
+    /// The replacement of nulls and NaN of `column`, and whether it was given for this column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
-    /// What `column` is for.
+    /// The role of `column`.
     pub fn role(&self, column: &str) -> Role {
         if self.weight.as_deref() == Some(column) {
             Role::Weight

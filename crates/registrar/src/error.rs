@@ -17,7 +17,7 @@ pub enum Error {
     /// The text is no ticket.
     #[error("not a ticket of a Farandole job: {reason}")]
     Ticket {
-        /// What is wrong with it. Never the text itself, which may be most of a secret.
+        /// The reason. Never the text itself, which may be most of a secret.
         reason: &'static str,
     },
     /// An option cannot be used.
@@ -163,7 +163,7 @@ pub enum Error {
     /// Closed by its owner.
     #[error("closed: {what}")]
     Closed {
-        /// What was.
+        /// The closed object.
         what: &'static str,
     },
 }

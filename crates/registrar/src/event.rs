@@ -74,7 +74,7 @@ pub enum Event {
     },
     /// Elastic jobs: the function has returned on every rank of the present world.
     Finished {
-        /// That world.
+        /// The number of the world.
         generation: Generation,
     },
     /// A generation is over, or the whole job, and its workers are being ended.

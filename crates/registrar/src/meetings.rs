@@ -74,10 +74,10 @@ pub(crate) enum Apart {
     Ended { rank: u32, host: String },
 }
 
-/// What is known of a world that ranks wait for.
+/// The state of a world that ranks wait for.
 pub(crate) type Outcome = Result<Arc<Met>, Apart>;
 
-/// What a rank hears.
+/// The answer to a rank.
 #[derive(Debug)]
 pub(crate) enum Answer {
     Known(Outcome),

@@ -13,7 +13,7 @@ use crate::hosts::{HostSlots, host_of};
 /// A program that prints a host a line.
 #[derive(Clone, Debug)]
 pub struct Script {
-    /// What the shell is to run.
+    /// The command for the shell.
     pub command: String,
     /// Slots of a host that is printed without a number.
     pub slots_per_host: Option<u32>,

@@ -28,7 +28,7 @@ use crate::kv::KeyValues;
 use crate::meetings::Meetings;
 use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 
-/// Of what sends records for one task, how many are remembered: its agent, its worker, and those before them.
+/// The number of senders that are remembered for each task: its agent, its worker, and those before them.
 const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
@@ -60,7 +60,7 @@ pub(super) struct Core {
     pub(super) journal: Option<Arc<Journal>>,
     /// The state that an earlier registrar has left.
     pub(super) resumed: Option<Resumed>,
-    /// What the job had lived through before the registrar started again.
+    /// The history of the job before the registrar started again.
     before: Duration,
     clock: Mutex<Clock>,
     pub(super) board: watch::Sender<Board>,
@@ -78,7 +78,7 @@ pub(super) struct Core {
     pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
 
-/// What the driver has heard of a generation's tasks: a call that is repeated because its connection broke is no news.
+/// The events of a generation's tasks that the driver knows. A call repeated after a broken connection is no news.
 #[derive(Default)]
 struct Told {
     generation: Generation,
@@ -95,7 +95,7 @@ impl Told {
     }
 }
 
-/// What an elastic job goes by.
+/// The rules of an elastic job.
 pub(super) fn rules(options: &Options, elastic: &Elastic) -> elastic::Rules {
     elastic::Rules {
         first: elastic.first,

@@ -99,7 +99,7 @@ impl State {
     }
 }
 
-/// What counts as one source: an IPv4 address, or the network of 64 bits that a site of IPv6 has at least.
+/// One source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
 fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => {
@@ -178,7 +178,7 @@ impl Drop for Seat {
     }
 }
 
-/// What calls know of their connection.
+/// The data of a connection that its calls can use.
 #[derive(Clone)]
 pub(super) struct Place(Arc<Seat>);
 

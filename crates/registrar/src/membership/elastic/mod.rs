@@ -147,7 +147,7 @@ pub(crate) struct Elastic {
     /// Whether the present step has changed something that its decisions do not tell.
     #[serde(skip)]
     changed: bool,
-    /// Whom the last step has given up for their silence. Signs of life are in no journal, so a step tells it.
+    /// The tasks that the last step gave up for their silence. Signs of life are in no journal, so a step has them.
     #[serde(skip)]
     losses: Vec<(TaskId, String)>,
     /// The same, of a step that is repeated.
