@@ -143,10 +143,10 @@ def renew_all(*, due: bool = True) -> None:
 
 
 def release_all() -> None:
-    """Lets go of everything this process holds, at its end.
+    """Deletes all marks of this process, at its end.
 
-    A store that is gone shall not keep the process: what is left there then counts no longer than the process lives,
-    where others see that, and as long as they believe it where they cannot.
+    An unreachable store must not delay the end. A mark that stays there counts until others see that the process has
+    ended, or until its time is over if they cannot see it.
     """
     end = time.monotonic() + _AT_EXIT
     for mark in list(_HELD):

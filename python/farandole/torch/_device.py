@@ -58,8 +58,8 @@ def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
 def lend(keep: object, made: tuple[int, int] | list[Spot]) -> None:
     """Keeps the memory of an operation from others until the streams that are current now are done with it.
 
-    torch gives memory to whoever asks for some on the stream that it was made on, at once when nobody holds it any
-    more: that stream does not wait for an operation that another one waits for.
+    torch reuses memory on the stream that it was made on as soon as the last reference is gone. That stream does not
+    wait for an operation that another stream waits for.
 
     Args:
         keep: Tensors, and lists and tuples of such, of an operation that is about to be waited for.

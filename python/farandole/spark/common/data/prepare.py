@@ -118,7 +118,7 @@ def same_rows(name: str) -> Iterator[None]:
 def clear_training_cache() -> None:
     """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place.
 
-    What was read from files is still found, by what is written in the store.
+    Data that was prepared from files is still found, by the keys in the store.
     """
     with _CACHE.lock:
         _forget([entry for entry in _CACHE.entries if not entry.users])
