@@ -58,8 +58,8 @@ def choose_device(
     """Chooses the GPU of a rank.
 
     Spark's address has priority. It counts the host's GPUs. If `CUDA_VISIBLE_DEVICES` hides some of them, the address
-    is looked up in that list. If the list lacks it, the cluster manager has hidden the rest of the host, and the address
-    counts the visible GPUs. Without an address, the local rank decides.
+    is looked up in that list. If the list lacks it, the cluster manager has hidden the rest of the host, and it counts
+    the visible GPUs. Without an address, the local rank decides.
 
     Args:
         count: GPUs that this process sees.
