@@ -110,8 +110,8 @@ def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer)
 class FarandoleWork(Work):
     """The result of a collective.
 
-    torch forwards `wait` and `get_future` to works made in Python, and nothing else: its `is_completed` says no until
-    the end of days. Who polls asks `get_future().done()`.
+    torch forwards only `wait` and `get_future` to works made in Python. Its `is_completed` always returns `False`, so a
+    program that polls must call `get_future().done()`.
 
     Args:
         pending: The operation.
