@@ -203,7 +203,7 @@ class Spilled:
         return json.dumps({"kind": self.files[name]}).encode()
 
 
-def test_what_is_written_down_is_read_once_the_store_is_back(monkeypatch):
+def test_records_are_read_when_the_store_is_back(monkeypatch):
     monkeypatch.setattr(meeting, "_EVERY", 0.0)
     spilled = Spilled()
     tail = meeting.Tail(spilled)
@@ -293,7 +293,7 @@ def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():
     assert caught.value.remote_traceback == "Traceback of the odd one"
 
 
-def test_who_has_registered_is_told_when_time_is_up():
+def test_registered_tasks_get_an_error_at_the_timeout():
     script = Script([event("registered", task=1)])
     with pytest.raises(TimeoutError, match=r"Timed out waiting for Spark tasks to start.* 1 of 2 tasks"):
         play(script, start_timeout=0.0)
