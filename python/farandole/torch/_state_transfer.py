@@ -37,7 +37,7 @@ _AHEAD: Final = 4
 
 
 class Roles(NamedTuple):
-    """Who sends and who takes, the same on all ranks. Other ranks do neither."""
+    """The ranks that send and those that take, the same on all ranks. Other ranks do neither."""
 
     senders: list[int]
     """Ranks that have equal tensors, in ascending order; at least one."""
@@ -72,12 +72,12 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is moved at once."""
+    """A unit of the transfer."""
 
     spans: list[Span]
     """One span of a large tensor, or several small tensors."""
     is_packed: bool
-    """Whether it is small tensors, which are copied into host memory one after another."""
+    """Whether it has small tensors, which are copied into host memory one after another."""
 
     @property
     def size(self) -> int:
@@ -115,7 +115,7 @@ def move(name: str, tensors: Sequence[torch.Tensor], roles: Roles) -> None:
     Args:
         name: Names the operations across ranks.
         tensors: The same shapes and data types on all ranks: `Layout.shadows` on those that neither send nor take.
-        roles: Who sends and who takes.
+        roles: The ranks that send and those that take.
 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
@@ -139,7 +139,7 @@ def move(name: str, tensors: Sequence[torch.Tensor], roles: Roles) -> None:
 
 
 class _Mover:
-    """One rank's side of a move.
+    """The part of one rank in a move.
 
     Args:
         name: As for `move`.
