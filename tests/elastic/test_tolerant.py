@@ -123,7 +123,7 @@ def test_a_rank_that_is_behind_gets_the_state_from_others_when_one_is_lost_that_
 @pytest.mark.slow
 def test_a_rank_that_joins_has_the_state_of_the_others_after_one_was_lost_that_was_sending_it() -> None:
     flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 2)
-    found, _ = run(*flags, ends=[[1, 3, "before"], [2, 4, "sending"]], steps=5, grows=4, piece=64)
+    found, _ = run(*flags, limit=200.0, ends=[[1, 3, "before"], [2, 4, "sending"]], steps=5, grows=4, piece=64)
     assert len(found) == 4
     new = [one for one in found if one["identity"] >= 100]
     assert len(new) == 2
