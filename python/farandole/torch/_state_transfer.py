@@ -66,7 +66,8 @@ class Layout(list[tuple[tuple[int, ...], torch.dtype]]):
 class Span(NamedTuple):
     """Bytes of a tensor."""
 
-    index: int
+    number: int
+    """The place of the tensor among those that are moved."""
     start: int
     end: int
 
@@ -213,8 +214,8 @@ class _Mover:
 
     def _window(self, span: Span) -> torch.Tensor:
         """The bytes of a span, where they are."""
-        if self._current is None or self._current[0] != span.index:
-            self._current = span.index, self._bytes(span.index)
+        if self._current is None or self._current[0] != span.number:
+            self._current = span.number, self._bytes(span.number)
         return self._current[1][span.start : span.end]
 
     def _bytes(self, index: int) -> torch.Tensor:
