@@ -19,7 +19,7 @@ from farandole._native import store as native
 from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
-from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
 from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, given
 from farandole.stores.seals import MARKER
 
@@ -126,7 +126,7 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
 def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
     pytest.importorskip("keras")
     from farandole.spark.keras import KerasModel
-    from farandole.spark.keras.persistence import KerasModelReader
+    from farandole.spark.keras.saving.persistence import KerasModelReader
 
     parts = {"model": b"", "custom_objects": pickle.dumps(Poison(mark))}
     with pytest.raises(PickleNotAllowedError, match="custom_objects"):

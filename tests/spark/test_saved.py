@@ -79,7 +79,7 @@ def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
         assert read(place, spark) == {"weights": expected}
 
 
-def test_what_cannot_be_deleted_is_told_and_goes_with_the_next_save(spark, place, monkeypatch, caplog):
+def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(spark, place, monkeypatch, caplog):
     Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
     failing = Saved(place, spark)
     breaking(monkeypatch, failing, "delete", after=False)

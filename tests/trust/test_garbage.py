@@ -31,7 +31,7 @@ from farandole.data import ParquetLoader
 from farandole.numpy import plain
 from farandole.runner import warm
 from farandole.spark.common.saving import saved
-from farandole.spark.torch import tensorfile
+from farandole.spark.torch.saving import tensorfile
 
 pytestmark = pytest.mark.timeout(120 + 4 * seconds())
 
@@ -251,7 +251,7 @@ def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monke
             stranger.close()
 
 
-def test_who_changes_a_request_on_the_way_is_not_believed(meeting):
+def test_a_request_that_was_changed_on_the_way_is_refused(meeting):
     server, module = meeting
     door = socket.create_server(("127.0.0.1", 0))
 

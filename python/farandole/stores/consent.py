@@ -20,7 +20,7 @@ _WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 class PickleNotAllowedError(ValueError):
-    """Something in a store holds code, and nobody has allowed to run it."""
+    """An object in a store contains code, and the user has not allowed to run it."""
 
 
 def given() -> bool | None:
@@ -50,7 +50,7 @@ def decision(allowed: bool | None) -> bool | None:
 
 
 def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
-    """Refuses to unpickle what a user loads, where that was asked for.
+    """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
         path: of what is loaded.

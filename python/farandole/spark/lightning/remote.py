@@ -25,9 +25,9 @@ from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
-from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
-from farandole.spark.torch.setup import agree_on_device, device_of, module_steps, prepare_process, sources
+from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.setup import agree_on_device, device_of, module_steps, prepare_process, sources
 from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, decision
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def train(job: LightningJob) -> Trained | None:
     Returns:
         What rank 0 brings back; `None` from the others.
     """
-    # What is logged is averaged here, whether the module synchronizes it or not; the directory holds logs, too.
+    # Logged values are averaged here, with or without sync_dist. The checkpoint directory contains logs, too.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):

@@ -83,7 +83,7 @@ class Watch:
         return type("FarandoleWatch", (_Moments, base), {"__module__": __name__})(self)
 
     def epoch_begins(self) -> None:
-        """Forgets what was counted."""
+        """Resets the counts."""
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
         self.meter.epoch_begins()
@@ -180,7 +180,7 @@ class Watch:
         self.publish_files()
 
     def publish_files(self) -> None:
-        """Takes what loggers and checkpoint callbacks have written to the store."""
+        """Copies the files of loggers and checkpoint callbacks to the store."""
         if self.rank != 0 or not self.store.saving_runs:
             return
         run = self.scratch / "run"

@@ -172,9 +172,9 @@ class _GradientTolerance(Tolerance):
     ) -> None:
         super().__init__(optimizer, is_elastic, others)
         self.results: dict[str, torch.Tensor] = {}
-        """Of the last reduction that was finished, or of one that this rank finishes when the agreement has ended."""
+        """Results of the last finished reduction, or of one that this rank finishes after the agreement."""
         self.is_step_due = False
-        """Whether the optimizer's step after the last reduction was not seen yet."""
+        """Whether the optimizer has not taken its step after the last reduction yet."""
         self._parameters = parameters
         self._generation = engine.world().generation
         store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other name for it
@@ -353,7 +353,7 @@ class _Reducer:
 
 
 def _hook(state: _Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls when the gradients of a bucket are computed."""
+    """DDP's communication hook, called when the gradients of a bucket are computed."""
     return state.add(bucket)
 
 

@@ -39,7 +39,7 @@ _CHECKED = 64
 _MADE_UP = 8
 """Rows of a made-up batch; another number than the exporter has seen."""
 _LENGTH = 5
-"""Of lists, in a made-up batch of a ragged input."""
+"""Length of the lists in a made-up batch of a ragged input."""
 
 
 class DiffersError(ValueError):
