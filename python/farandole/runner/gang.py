@@ -317,14 +317,10 @@ class _Gang(Hearing):
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
         if lost is not None and self.seen.lost:
             # Spark reports a lost executor by its own words and timeout; the registrar knows the rank and the host.
-            raise FarandoleJobError(f"{lost}{self.gang_before()}") from lost
+            lost.add_reason(f"before that, {self.seen.lost}")
         if lost is not None:
             raise lost
         return told
-
-    def gang_before(self) -> str:
-        """The loss that ended the gang before this one, as the end of a sentence; empty if there was none."""
-        return f"; of the gang before, {self.seen.lost}" if self.seen.lost else ""
 
     def all_ended_well(self) -> bool:
         ended = self.seen.ended
@@ -447,7 +443,7 @@ class _Gang(Hearing):
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
             f"had registered{f'; {short_of}' if short_of else ''}"
-            f"{self.gang_before()}"
+            f"{f'; before that, {self.seen.lost}' if self.seen.lost else ''}"
         )
 
     def end(self, reason: str) -> None:
