@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -66,6 +68,8 @@ except Exception as error:
 
 def cluster(bed, start_timeout=60.0, **env):
     """A driver whose two ranks work on two hosts; the variables are those of the driver and its executors."""
+    # By itself, Spark's master gives up silent workers after 60 s, also while the host that it shares sleeps.
+    env |= {"SPARK_MASTER_OPTS": "-Dspark.worker.timeout=240"}
     env |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": "/run/tmp", "SPARK_LOG_DIR": "/run/tmp"}
     env["JAVA_TOOL_OPTIONS"] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
     head = bed["head"]
@@ -111,13 +115,39 @@ def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_time
     assert "results [True, True]" in driver.lines, driver.said
 
 
+@pytest.mark.parametrize("asleep", [False, True], ids=["stopped", "asleep"])
+def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
+    """Its processes are stopped. If its host sleeps, it does not answer either, which takes a longer peer timeout."""
+    bed, minute = hosts("h1", "h2"), 60.0
+    driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{minute if asleep else PEER_TIMEOUT:g}")
+    head = bed["head"]
+    of_driver = [one.pid for one in head.processes() if "org.apache.spark.deploy.master.Master" not in one.argv]
+    if asleep:
+        head.cut()
+    for process in of_driver:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(AssertionError, match="still running"):
+            driver.wait(minute)
+    finally:
+        head.restore()
+        for process in (*of_driver, driver.process.pid):  # the one that waits for the driver stops with it
+            os.kill(process, signal.SIGCONT)
+    for name in ("h1", "h2"):
+        assert alive(bed[name])
+        bed[name].write("enough", "")
+    assert driver.wait(120.0) == 0, driver.said
+    assert "results [True, True]" in driver.lines, driver.said
+    assert "this process did not run for " in driver.said
+
+
 def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job_waits_so_long_for_another(hosts):
     bed = hosts("h1", "h2")
     driver = cluster(bed, start_timeout=30.0)
     lost = bed["h2"].read("rank").split()[1]
     bed["h2"].cut()
     until(lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT)
-    # Spark's master gives a worker up 60 s after its last heartbeat. The job's own limit ends it before.
+    # Spark gives the executor up after `spark.network.timeout`. The job's own limit ends it before.
     assert driver.wait(120.0) == 0, driver.said
     lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
     assert re.search(lost_task, driver.err.read_text()), driver.said

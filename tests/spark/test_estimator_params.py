@@ -104,6 +104,7 @@ LIGHTNING = {
     "loader_num_epochs": [(0, ValueError)],
     "trainer_args": [([], TypeError), ({3: 4}, TypeError)],
     "debug_data_loader": [(1, TypeError)],
+    "allow_pickle": [(1, TypeError)],
     "train_async_data_loader_queue_size": [("all", TypeError)],
     "val_async_data_loader_queue_size": [(True, TypeError)],
 }
@@ -144,7 +145,7 @@ OF_TORCH = dict.fromkeys(
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False, "deterministic": False}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args", "train_async_data_loader_queue_size",
-     "val_async_data_loader_queue_size")
+     "val_async_data_loader_queue_size", "allow_pickle")
 ) | {"log_every_n_steps": 50, "debug_data_loader": False}  # fmt: skip
 OF_KERAS = {
     "custom_objects": {},

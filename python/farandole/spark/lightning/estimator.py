@@ -242,6 +242,7 @@ class LightningEstimator(
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
+            allow_pickle=self.getAllowPickle(),
         )
         sizes = None
         if package is None:

@@ -21,7 +21,7 @@ from farandole.spark import task
 from farandole.spark.common.runs.finite import check
 from farandole.spark.common.show.events import scalars
 from farandole.spark.common.show.meter import Meter
-from farandole.stores.consent import given
+from farandole.stores.consent import decision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -205,7 +205,8 @@ class Watch:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not given())["state_dict"]
+            trusted = decision(self.job.allow_pickle)
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)["state_dict"]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
