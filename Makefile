@@ -114,7 +114,7 @@ test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
-	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --durations=30
+	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --reruns 1 --durations=30
 
 spark-older-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
 spark-older-%:
