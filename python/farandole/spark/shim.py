@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 CLASS: Final = "io.farandole.spark.FarandolePlugin"
-"""What `spark.plugins` names."""
+"""The class to name in `spark.plugins`."""
 
 WARM: Final = "spark.farandole.warmWorkers"
 """The setting by which executors start a fork server of warm workers when they start."""
@@ -124,7 +124,7 @@ class Shim(Told):
         self._call("timeline", run, path)
 
     def news(self) -> list[dict[str, str]]:
-        """What Spark said of executors, and of the stages and tasks of gangs, since the last call of this object."""
+        """Returns Spark's news of executors and of the gangs' stages and tasks since the last call of this object."""
         told = self._call("news", self._next)
         if told is None:
             return []

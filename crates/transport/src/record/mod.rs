@@ -41,7 +41,7 @@ pub(crate) const TAG: usize = 16;
 /// Largest payload of a record: what a core keeps near while it seals it and hands it to the kernel.
 pub(crate) const MOST: usize = 256 << 10;
 
-/// What a record carries.
+/// The content of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Bytes of a link.
