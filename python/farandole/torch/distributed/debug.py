@@ -87,7 +87,7 @@ def stop_debug_server() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """What this rank answers for its page. No collective, so that it answers when the job hangs."""
+    """The facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
     world = engine.world()
     return {
         "rank": world.rank,

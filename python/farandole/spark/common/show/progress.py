@@ -61,7 +61,7 @@ class Progress(AbstractContextManager["Progress"]):
         """An epoch is done."""
 
     def told(self) -> Told | None:
-        """What receives the state of the ranks; `None` where nothing shows it."""
+        """The receiver of the state of the ranks; `None` if nothing shows it."""
 
     def offering(self, stop: Stop) -> AbstractContextManager[Stop | None]:
         """Offers a button that stops the fit while it runs inside; yields `None` where there is none.
