@@ -63,10 +63,10 @@ packages:
 	@.ci/packages
 
 # The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
-# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on the versions of Spark that
-# neither `test` nor `test-spark` runs on.
-test-ui: bytecode packages .tools/pyspark-4.1/ready .tools/pyspark-4.2/ready
-	$(MAKE) spark-plugin-4.1 spark-plugin-4.2
+# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on Spark 4.1, which neither
+# `test` nor `test-spark` has.
+test-ui: bytecode packages .tools/pyspark-4.1/ready
+	$(MAKE) spark-plugin-4.1
 	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
