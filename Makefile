@@ -168,7 +168,7 @@ trust-rest:
 	tests/launch/test_spark_hosts.py \
 	--reruns 1 --durations=15
 
-# What Vale reads: pages, and the comments and docstrings of the sources.
+# Files for Vale: pages, and the comments and docstrings of the sources.
 PROSE := $(wildcard *.md) docs python/farandole $(wildcard crates/*/src)
 lint: $(VENV)/.packages .tools/bin/vale
 	cargo fmt --all --check
@@ -275,7 +275,7 @@ docs: $(VENV)/.packages
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
 
-# What a release uploads, in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
+# Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
 # farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.
 release: $(SHIM) $(PAGE).js .tools/release/ready
 	.tools/release/bin/python release/build.py dist/release

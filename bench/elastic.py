@@ -6,10 +6,12 @@ Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of 
 host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
 namespaces, which needs root and Debian's packages (.ci/packages). Cost is a ratio of steps taken in turns by the same
 processes. Peers' published times to recover are torchft's 120 to 948 s at scale, and 105 s of commercial systems.
-Writes bench/results/elastic.json, and with --cost only bench/results/elastic-cost.json.
+Writes bench/results/elastic.json, with --cost only bench/results/elastic-cost.json, and with --joins only
+bench/results/elastic-joins.json.
 
     .venv/bin/python bench/elastic.py [--repeat 5] [--goodput 600]
     .venv/bin/python bench/elastic.py --cost
+    .venv/bin/python bench/elastic.py --joins
 """
 
 from __future__ import annotations
@@ -306,6 +308,65 @@ def cost(folder: Path, rounds: int) -> dict[str, float]:
     return ratios | {"fault_tolerant_ddp": times["fault_tolerant_ddp"] / times["ddp"]}
 
 
+class Table:
+    """Rows, printed as they come."""
+
+    def __init__(self) -> None:
+        """An empty one."""
+        self.rows: list[dict[str, Any]] = []
+
+    def row(self, what: str, value: float, limit: float, unit: str, *, least: bool = False) -> None:
+        """Adds a row."""
+        met = value >= limit if least else value <= limit
+        self.rows.append({"what": what, "value": round(value, 3), "limit": limit, "unit": unit, "met": met})
+        bound = "at least" if least else "at most"
+        print(f"{what:66} {value:8.3f} {unit:3} {bound} {limit:g}  {'' if met else 'MISSED'}", flush=True)
+
+    def middle(self, what: str, measure: Callable[[Path], float], times: int, limit: float) -> None:
+        """Adds the median of several measurements, in seconds."""
+        found = []
+        for _ in range(times):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(measure(Path(folder)))
+        self.row(what, statistics.median(found), limit, "s")
+
+    def joins(self) -> None:
+        """Adds the pause when a worker joins."""
+        with tempfile.TemporaryDirectory() as folder:
+            pause, usual, first = joins_here(Path(folder))
+        self.row("a worker joins, 1 GB: the survivors' longest pause", pause, usual + 1.0, "s")
+        print(f"    a first step of processes that begin together took {first:.3f} s", flush=True)
+        print(f"    a usual one took {usual:.3f} s", flush=True)
+
+    def costs(self, rounds: int) -> None:
+        """Adds what it costs without a fault."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, ratio in cost(Path(folder), rounds).items():
+                self.row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
+
+    def losses(self, repeat: int) -> None:
+        """Adds how soon training continues."""
+        self.middle("SIGKILL of 1 of 4 here -> a step of the 3 survivors", killed_here, repeat, 0.3)
+        self.middle("SIGKILL of 1 of 4 here -> a step of 4, by a spare", spare_here, repeat, 1.5)
+        reason = missing()
+        if reason is not None:
+            print(f"between hosts: {reason}")
+            return
+        what = "SIGKILL of 1 of 4 on 2 hosts -> a step of the 3 survivors"
+        self.middle(what, lambda folder: between_hosts(folder, "SIGKILL"), repeat, 0.6)
+        what = f"a host of 2 cut off -> a step, peer timeout {PEER_TIMEOUT:g} s"
+        self.middle(what, lambda folder: between_hosts(folder, "cut"), max(1, repeat // 2), PEER_TIMEOUT + 1.0)
+
+    def goodput(self, seconds: float) -> None:
+        """Adds the share of useful steps."""
+        with tempfile.TemporaryDirectory() as folder:
+            share, kills = goodput(Path(folder), seconds)
+        self.row(f"goodput with {kills} SIGKILLs in {seconds:g} s", share, 0.99, "x", least=True)
+        print(
+            "    published by peers, at a larger scale: 120 to 948 s to recover (torchft), 105 s (commercial systems)"
+        )
+
+
 def main() -> None:
     """Measures, prints the table and saves it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -313,56 +374,25 @@ def main() -> None:
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
     parser.add_argument("--rounds", type=int, default=8, help="of ten steps of each kind, for the cost without a fault")
-    parser.add_argument("--cost", action="store_true", help="measure only the cost without a fault")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--cost", action="store_true", help="measure only the cost without a fault")
+    only.add_argument("--joins", action="store_true", help="measure only the pause when a worker joins")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-
-    def row(what: str, value: float, limit: float, unit: str, *, least: bool = False) -> None:
-        met = value >= limit if least else value <= limit
-        rows.append({"what": what, "value": round(value, 3), "limit": limit, "unit": unit, "met": met})
-        bound = "at least" if least else "at most"
-        print(f"{what:66} {value:8.3f} {unit:3} {bound} {limit:g}  {'' if met else 'MISSED'}", flush=True)
-
-    def middle(measure: Callable[[Path], float], times: int) -> float:
-        found = []
-        for _ in range(times):
-            with tempfile.TemporaryDirectory() as folder:
-                found.append(measure(Path(folder)))
-        return statistics.median(found)
-
-    def costs() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, ratio in cost(Path(folder), arguments.rounds).items():
-                row(f"cost of {name} without a fault, 25 M parameters", ratio, 1.03, "x")
-
-    if arguments.cost:
-        costs()
-        if not arguments.keep:
-            save("elastic-cost", {"rows": rows})
-        return
-    row("SIGKILL of 1 of 4 here -> a step of the 3 survivors", middle(killed_here, arguments.repeat), 0.3, "s")
-    row("SIGKILL of 1 of 4 here -> a step of 4, by a spare", middle(spare_here, arguments.repeat), 1.5, "s")
-    reason = missing()
-    if reason is None:
-        killed = middle(lambda folder: between_hosts(folder, "SIGKILL"), arguments.repeat)
-        row("SIGKILL of 1 of 4 on 2 hosts -> a step of the 3 survivors", killed, 0.6, "s")
-        cut = middle(lambda folder: between_hosts(folder, "cut"), max(1, arguments.repeat // 2))
-        row(f"a host of 2 cut off -> a step, peer timeout {PEER_TIMEOUT:g} s", cut, PEER_TIMEOUT + 1.0, "s")
+    table, name = Table(), "elastic"
+    if arguments.joins:
+        name = "elastic-joins"
+        for _ in range(arguments.repeat):
+            table.joins()
+    elif arguments.cost:
+        name = "elastic-cost"
+        table.costs(arguments.rounds)
     else:
-        print(f"between hosts: {reason}")
-    with tempfile.TemporaryDirectory() as folder:
-        pause, usual, first = joins_here(Path(folder))
-    row("a worker joins, 1 GB: the survivors' longest pause", pause, usual + 1.0, "s")
-    print(
-        f"    a first step of processes that begin together took {first:.3f} s, a usual one {usual:.3f} s", flush=True
-    )
-    costs()
-    with tempfile.TemporaryDirectory() as folder:
-        share, kills = goodput(Path(folder), arguments.goodput)
-    row(f"goodput with {kills} SIGKILLs in {arguments.goodput:g} s", share, 0.99, "x", least=True)
-    print("    published by peers, at a larger scale: 120 to 948 s to recover (torchft), 105 s (commercial systems)")
+        table.losses(arguments.repeat)
+        table.joins()
+        table.costs(arguments.rounds)
+        table.goodput(arguments.goodput)
     if not arguments.keep:
-        save("elastic", {"rows": rows})
+        save(name, {"rows": table.rows})
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("simulated: ended by SIGTERM"))
     netns.bridge()
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    # What a core sends is what an unshaped connection carries, less the time of sealing.
+    # A core sends at the rate of an unshaped connection, less the time of sealing.
     socket_rate = 1 / (1 / link("0")["bandwidth"] + SEALING)
     rows = []
     for rate in arguments.rates:

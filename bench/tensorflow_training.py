@@ -117,7 +117,7 @@ def overhead() -> None:
 
     def meet() -> None:
         alone()
-        # What a reduction costs whoever calls it: the wire, and the wait for the rank that comes later.
+        # The cost of a reduction for its caller: the transfer, and the wait for the rank that comes later.
         reduce()
 
     calls = {

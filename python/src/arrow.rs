@@ -62,7 +62,7 @@ impl Shared {
         Self { batch, address, length }
     }
 
-    /// What the batch is made of.
+    /// The batch in Rust.
     fn batch(&self) -> &reader::Batch {
         &self.batch
     }

@@ -22,10 +22,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// This interpreter. The command asks from the thread that called it.
 struct Here {
-    /// What a signal handler raised; the command then ends, and `main` raises it.
+    /// The exception of a signal handler. The command then ends, and `main` raises it.
     raised: RefCell<Option<PyErr>>,
     wish: Cell<Wish>,
-    /// What signal handlers raised while the run viewer was told something.
+    /// Exceptions of signal handlers during a report to the run viewer.
     meanwhile: Arc<Mutex<Vec<PyErr>>>,
 }
 
@@ -45,7 +45,7 @@ fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
 }
 
 impl Here {
-    /// What was found; what cannot be found out is shown as missing. A signal that came meanwhile is not lost.
+    /// The found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
     fn found<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
         found.unwrap_or_else(|error| {
             if !error.is_instance_of::<PyException>(py) {

@@ -128,7 +128,7 @@ impl Reached {
         self.outcome.as_ref().map(|outcome| outcome.clone_ref(py))
     }
 
-    /// What is put on this stream of the GPU from now on comes after the result. Returns at once.
+    /// Makes later work on this stream of the GPU wait for the result. Returns at once.
     #[pyo3(signature = (stream, /))]
     fn hold(&self, stream: usize) -> PyResult<()> {
         // SAFETY: as in `Spots::of`.

@@ -35,7 +35,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyElasticJob>()
 }
 
-/// What is heard of a job.
+/// An event of a job.
 enum News {
     Line(LogLine),
     Metric(Metric),

@@ -159,7 +159,7 @@ fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
     py.detach(|| session::host(size, one_host)).map_err(|error| raise(error.fault(), &error))
 }
 
-/// What processes have in common that may share memory.
+/// The identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
 fn here() -> String {
     farandole::registrar::host::facts().hash().0

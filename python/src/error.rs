@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where errors cross into Python, once: the fault picks the class, the message carries the chain of sources.
+//! Converts errors for Python, once: the fault selects the class, and the message carries the chain of sources.
 
 use std::error::Error;
 

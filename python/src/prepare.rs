@@ -102,6 +102,8 @@ fn verify(py: Python<'_>, url: &str) -> PyResult<(usize, u64, Vec<String>)> {
     });
     match verified.map_err(refuse)? {
         Some(found) => Ok((found.files, found.bytes, found.problems)),
-        None => Err(PyValueError::new_err(format!("nobody prepared this, it has no checksums: {url}"))),
+        None => {
+            Err(PyValueError::new_err(format!("this data was not prepared, so it has no checksums: {url}")))
+        }
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How Python waits for Rust: without the GIL, in slices, so that Ctrl-C gets through, and never past a deadline.
+//! Lets Python wait for Rust: without the GIL, in slices, so that Ctrl-C gets through, and never past a deadline.
 
 use std::time::{Duration, Instant};
 

@@ -261,7 +261,7 @@ fn configure(prefix: &str, options: BTreeMap<String, String>) {
     store::configure(prefix, store::Options(options));
 }
 
-/// What holds for a URL, by the names that other readers over `object_store` know.
+/// The options of a URL, by the names that other readers over `object_store` know.
 #[pyfunction]
 fn options_of(url: &str) -> PyResult<BTreeMap<String, String>> {
     store::options_of(url).map_err(refuse)

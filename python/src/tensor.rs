@@ -93,7 +93,7 @@ pub(crate) fn reduce_op(number: u8) -> PyResult<ReduceOp> {
     ReduceOp::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such reduction: {number}")))
 }
 
-/// What an allgather or an all-to-all has collected.
+/// The result of an allgather or an all-to-all.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct Gathered {
     store: Store,

@@ -113,6 +113,24 @@ def test_a_rank_that_gets_sigterm_leaves_after_a_step_and_is_no_failure() -> Non
     assert any(is_close(weights, expected(members({3: step}))) for step in range(5, STEPS + 1))
 
 
+def test_a_rank_that_is_behind_gets_the_state_from_others_when_one_is_lost_that_was_sending_it() -> None:
+    found, _ = run(*ALONE, ends=[[0, 5, "fails"], [1, 6, "sending"]], piece=64)
+    assert is_close(same(found), expected(members({1: 6})))
+    assert {one["identity"]: one["interrupted"] for one in found} == {0: ["tolerant.state"], 2: [], 3: []}
+    assert {one["identity"]: one["sizes"] for one in found}[0] == [4] * 5 + [3] * 7
+
+
+@pytest.mark.slow
+def test_a_rank_that_joins_has_the_state_of_the_others_after_one_was_lost_that_was_sending_it() -> None:
+    flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 2)
+    found, _ = run(*flags, limit=200.0, ends=[[1, 3, "before"], [2, 4, "sending"]], steps=5, grows=4, piece=64)
+    assert len(found) == 4
+    new = [one for one in found if one["identity"] >= 100]
+    assert len(new) == 2
+    assert ["tolerant.state"] in [one["interrupted"] for one in new]
+    same(found)
+
+
 def test_a_rank_that_joins_gets_parameters_state_and_what_is_shared() -> None:
     flags = ("-np", 3, "--min-np", 1, "--blacklist-cooldown-range", 1, 2)
     found, _ = run(*flags, ends=[[1, 3, "before"]], steps=5, grows=3)
@@ -156,9 +174,9 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
         monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
         monkeypatch.setattr(_tolerant, "allgather", statuses)
         monkeypatch.setattr(_tolerant, "allgather_object", exchange)
-        monkeypatch.setattr(tolerance, "_transfer", lambda source, behind: worlds.append([[source, behind]]))
+        monkeypatch.setattr(tolerance, "_transfer", lambda roles: worlds.append([*roles]))
         assert tolerance.change()
-        assert worlds == [[[0, 1, 0]], [[1, True]], [[1, 1, 0]]]
+        assert worlds == [[[0, 1, 0]], [[1], [0]], [[1, 1, 0]]]
         assert tolerance.steps == 1
     finally:
         hvd.shutdown()

@@ -229,7 +229,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
     monkeypatch.setattr(_tolerant, "allgather", statuses)
     monkeypatch.setattr(_tolerant, "allgather_object", exchange)
-    monkeypatch.setattr(_fault_tolerant, "broadcast_tensors", lambda *_: None)
+    monkeypatch.setattr(_fault_tolerant, "move", lambda *_: None)
     monkeypatch.setattr(alone.tolerance, "_is_elastic", True)
     turns = alone.tolerance._turns["rows"] = Turns(20, 5, False, 0, 1, Place(0, 0))
     piece = turns.next(0)
@@ -245,15 +245,19 @@ def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from farandole.torch import _tolerant
+    from farandole.torch._state_transfer import Roles
 
-    sent: list[int] = []
-    monkeypatch.setattr(
-        _tolerant, "broadcast_tensors", lambda named, _: sent.extend(tensor.data_ptr() for _, tensor in named)
-    )
+    sent: dict[str, list[int]] = {}
+
+    def move(name: str, tensors: list[torch.Tensor], _: Roles) -> None:
+        sent[name] = [tensor.data_ptr() for tensor in tensors]
+
+    monkeypatch.setattr(_tolerant, "move", move)
+    monkeypatch.setattr(_tolerant, "allgather", lambda own, **_: torch.cat([own, own]))
     alone.backward()
-    alone.tolerance._transfer(0, False)
-    assert alone.network.average.data_ptr() in sent
-    assert len(sent) == 3
+    alone.tolerance._transfer(Roles([0], [1]))
+    assert sent["tolerant.other"] == [alone.network.average.data_ptr()]
+    assert sent["tolerant.state"] == [parameter.data_ptr() for parameter in alone.network.parameters()]
 
 
 def test_a_process_has_one_fault_tolerant_model(alone: Alone) -> None:

@@ -5,7 +5,8 @@
 `PLAN` is JSON: `steps`; `ends`, a list of `[identity, step, moment]`, identities being the ranks of the first world;
 `grows`, a size that the world must have again after `steps`, before training ends; `ddp`, the options of
 `FaultTolerantDataParallel`, if that is to be used; `averages`, whether the loss is averaged before each step of the
-optimizer; and `folder`, where each rank notes the reductions that it has finished.
+optimizer; `piece`, the bytes that a state is sent in at once; and `folder`, where each rank notes the reductions that
+it has finished.
 """
 
 import json
@@ -23,6 +24,8 @@ import torch.distributed as dist
 import farandole.torch as hvd
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError
+from farandole.torch import _state_transfer, _tolerant
+from farandole.torch._tolerant import TolerantReducer
 
 STEPS_FROM = 3
 """The schedule of learning rates halves them that often."""
@@ -50,6 +53,8 @@ taken = []
 """Results of another rank that this one took after its own reduction had failed."""
 rejoined = []
 """Steps in which the loss could not be averaged."""
+interrupted = []
+"""Transfers to this rank that have failed."""
 
 
 LIMIT = 60.0
@@ -70,7 +75,20 @@ def wait_for_finished(folder: Path, step: int, count: int) -> None:
 
 
 def fail_once(folder: Path, step: int, others: int) -> None:
-    """Has the next reduction fail on this rank, after so many other ranks have finished it."""
+    """Has the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
+    reduce = TolerantReducer._reduce
+
+    def fail(reducer: TolerantReducer) -> None:
+        reduce(reducer)
+        wait_for_finished(folder, step, others)
+        TolerantReducer._reduce = reduce
+        raise FarandoleInternalError("a link broke")
+
+    TolerantReducer._reduce = fail
+
+
+def fail_once_in_ddp(folder: Path, step: int, others: int) -> None:
+    """As `fail_once`, in DDP."""
     from farandole.torch.distributed import _fault_tolerant
 
     reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take
@@ -88,6 +106,35 @@ def fail_once(folder: Path, step: int, others: int) -> None:
     _fault_tolerant._reduce, _fault_tolerant._Piece.take = fail, note
 
 
+def end_while_sending() -> None:
+    """Ends this process when it has sent a part of a state."""
+    start = _state_transfer._Mover.start
+
+    def end_before_the_third(mover: Any, piece: Any) -> int:
+        if mover._count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(mover, piece)
+
+    _state_transfer._Mover.start = end_before_the_third
+
+
+def watch_transfers(plan: dict[str, Any]) -> None:
+    """Notes the transfers to this rank that fail."""
+    if "piece" in plan:
+        _state_transfer._PIECE = _state_transfer._LARGE = plan["piece"]
+    move = _tolerant.move
+
+    def watched(name: str, tensors: Any, roles: Any) -> None:
+        try:
+            move(name, tensors, roles)
+        except FarandoleInternalError:
+            if hvd.rank() in roles.takers:
+                interrupted.append(name)
+            raise
+
+    _tolerant.move = watched
+
+
 def average(value: torch.Tensor, tolerant: Any) -> None:
     """Averages a loss, as a script does that reports it; this fails if a rank is lost."""
     try:
@@ -95,6 +142,13 @@ def average(value: torch.Tensor, tolerant: Any) -> None:
     except FarandoleInternalError:
         tolerant.rejoin()
         rejoined.append(tolerant.steps)
+
+
+def take_step(plan: dict[str, Any], value: torch.Tensor, tolerant: Any, optimizer: Any) -> None:
+    """The step of the optimizer, and what comes before it."""
+    if "averages" in plan:
+        average(value, tolerant)
+    optimizer.step()
 
 
 def end(moment: str, network: torch.nn.Module) -> None:
@@ -113,7 +167,10 @@ def end(moment: str, network: torch.nn.Module) -> None:
 def prepare(moment: str | None, network: torch.nn.Module, folder: Path, step: int, plan: dict[str, Any]) -> None:
     """Arranges what is to happen to this rank in a step before its reduction has ended."""
     if moment == "fails":
-        fail_once(folder, step, hvd.size() - sum(each[1:] == [step, "fails"] for each in plan["ends"]))
+        fail = fail_once_in_ddp if "ddp" in plan else fail_once
+        fail(folder, step, hvd.size() - sum(each[1:] == [step, "fails"] for each in plan["ends"]))
+    elif moment == "sending":
+        end_while_sending()
     elif moment is not None and moment != "after":
         end(moment, network)
 
@@ -141,6 +198,7 @@ def start(plan: dict[str, Any]) -> tuple[torch.nn.Module, Any, Any, Any]:
 def main() -> None:
     """Trains."""
     plan = json.loads(os.environ["PLAN"])
+    watch_transfers(plan)
     network, called, optimizer, tolerant = start(plan)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS_FROM)
     tolerant.share(schedule=schedule)
@@ -156,14 +214,15 @@ def main() -> None:
         optimizer.zero_grad()
         value = loss(called, identity, step)
         value.backward()
-        note_finished(folder, identity, step)
+        if "ddp" in plan:
+            note_finished(folder, identity, step)
         if moment == "after":
             if "ddp" not in plan:
                 optimizer.synchronize()
             end(moment, network)
-        if "averages" in plan:
-            average(value, tolerant)
-        optimizer.step()
+        take_step(plan, value, tolerant, optimizer)
+        if "ddp" not in plan:
+            note_finished(folder, identity, step)
         schedule.step()
         network.seen = network.seen + 1  # another tensor in each step
         sizes.append(hvd.size())
@@ -175,7 +234,7 @@ def main() -> None:
                 # All ranks of the grown world see this after the same step.
                 goal = tolerant.steps + 10
     said = {"identity": identity, "rank": hvd.rank(), "steps": tolerant.steps, "first": first, "sizes": sizes}
-    said |= {"seen": int(network.seen), "taken": len(taken), "rejoined": len(rejoined)}
+    said |= {"seen": int(network.seen), "taken": len(taken), "rejoined": len(rejoined), "interrupted": interrupted}
     said |= {
         "rate": schedule.get_last_lr()[0],
         "weights": [p.detach().flatten().tolist() for p in network.parameters()],

@@ -41,7 +41,7 @@ def test_a_host_has_a_name_files_processes_and_memory_of_its_own(hosts):
     assert {words[-1] for words in seen.values()} == {HOME}
 
 
-def test_what_runs_on_a_host_is_counted_there_with_its_words(hosts):
+def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
     bed = hosts("h1", "h2")
     assert bed.processes() == []
     bed["head"].start("ssh", "h1", "exec env MARK=yes sleep 1000")

@@ -166,7 +166,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(hosts):
     bed.until_quiet(2 * PEER_TIMEOUT)
 
 
-def test_what_workers_have_started_ends_with_them(hosts):
+def test_processes_that_workers_start_end_with_them(hosts):
     bed = hosts("h1", "h2")
     program = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n" + IDLE
     running = busy(bed, program=program)

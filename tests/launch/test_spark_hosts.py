@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ CLASS = Path(pyspark.__path__[0]) / "bin" / "spark-class"
 # Two executors on two hosts sum until a file is there. Each rank leaves its number and its process.
 DRIVER = """
 import os
+import sys
 from pyspark.sql import SparkSession
 import farandole.spark
 
@@ -57,14 +60,16 @@ for name, value in settings.items():
 session = builder.getOrCreate()
 session.sparkContext.setLogLevel("ERROR")
 try:
-    print("results", farandole.spark.run(work, num_proc=2, start_timeout=60), flush=True)
+    print("results", farandole.spark.run(work, num_proc=2, start_timeout=float(sys.argv[1])), flush=True)
 except Exception as error:
     print("failed", type(error).__name__, str(error).replace("\\n", " "), flush=True)
 """
 
 
-def cluster(bed, **env):
+def cluster(bed, start_timeout=60.0, **env):
     """A driver whose two ranks work on two hosts; the variables are those of the driver and its executors."""
+    # By itself, Spark's master gives up silent workers after 60 s, also while the host that it shares sleeps.
+    env |= {"SPARK_MASTER_OPTS": "-Dspark.worker.timeout=240"}
     env |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": "/run/tmp", "SPARK_LOG_DIR": "/run/tmp"}
     env["JAVA_TOOL_OPTIONS"] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
     head = bed["head"]
@@ -75,7 +80,7 @@ def cluster(bed, **env):
         own = ["--host", name, "--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", f"{JOB}/work"]
         bed[name].start(CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env)
     bed.write("driver.py", DRIVER)
-    driver = head.start(sys.executable, "driver.py", **env)
+    driver = head.start(sys.executable, "driver.py", str(start_timeout), **env)
 
     def works():
         told = ((bed[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
@@ -110,18 +115,44 @@ def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_time
     assert "results [True, True]" in driver.lines, driver.said
 
 
+@pytest.mark.parametrize("asleep", [False, True], ids=["stopped", "asleep"])
+def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
+    """Its processes are stopped. If its host sleeps, it does not answer either, which takes a longer peer timeout."""
+    bed, minute = hosts("h1", "h2"), 60.0
+    driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{minute if asleep else PEER_TIMEOUT:g}")
+    head = bed["head"]
+    of_driver = [one.pid for one in head.processes() if "org.apache.spark.deploy.master.Master" not in one.argv]
+    if asleep:
+        head.cut()
+    for process in of_driver:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(AssertionError, match="still running"):
+            driver.wait(minute)
+    finally:
+        head.restore()
+        for process in (*of_driver, driver.process.pid):  # the one that waits for the driver stops with it
+            os.kill(process, signal.SIGCONT)
+    for name in ("h1", "h2"):
+        assert alive(bed[name])
+        bed[name].write("enough", "")
+    assert driver.wait(120.0) == 0, driver.said
+    assert "results [True, True]" in driver.lines, driver.said
+    assert "this process did not run for " in driver.said
+
+
 def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job_waits_so_long_for_another(hosts):
     bed = hosts("h1", "h2")
-    driver = cluster(bed)
+    driver = cluster(bed, start_timeout=30.0)
     lost = bed["h2"].read("rank").split()[1]
     bed["h2"].cut()
     until(lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT)
-    # Spark itself gives the executor up after `spark.network.timeout`; until then its task counts as one that may come.
+    # Spark gives the executor up after `spark.network.timeout`. The job's own limit ends it before.
     assert driver.wait(120.0) == 0, driver.said
     lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
     assert re.search(lost_task, driver.err.read_text()), driver.said
     (failed,) = (line for line in driver.lines if line.startswith("failed"))
-    assert re.search(rf"TimeoutError .*after 60 s [01] of 2 tasks had registered.*{lost_task}", failed), driver.said
+    assert re.search(rf"TimeoutError .*after 30 s [01] of 2 tasks had registered.*{lost_task}", failed), driver.said
     bed["h2"].end()
 
 

@@ -207,5 +207,5 @@ def test_run_returns_results_by_rank() -> None:
     assert run(lambda base: base * int(os.environ["RANK"]), (5,), num_proc=3) == [0, 5, 10]
 
 
-def test_nobody_to_report_to_is_no_error() -> None:
+def test_a_report_without_a_driver_is_no_error() -> None:
     assert report("progress", b"") is False

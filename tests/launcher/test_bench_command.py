@@ -48,7 +48,7 @@ def test_a_table_has_a_line_for_each_size() -> None:
     assert row.split()[:2] == ["1024", "5"]
 
 
-def test_what_cannot_be_timed_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong in (["sum", "-np", 2], ["allreduce"], ["allreduce", "-np", 2, "--sizes", "4X"]):
         done = bench(*wrong)
         assert done.returncode == 2

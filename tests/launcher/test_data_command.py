@@ -95,7 +95,7 @@ def test_words_lists_and_sides_are_prepared_as_asked(tmp_path):
     assert "--categories takes COLUMN or COLUMN=COUNT" in farandole(*command, "--categories", "word=x", status=1)
 
 
-def test_what_is_wrong_is_one_line(tmp_path):
+def test_an_error_is_one_line(tmp_path):
     assert farandole("data", "prepare", tmp_path / "no.csv", "--to", tmp_path, status=1).startswith(
         f"farandole: no such file or directory: {tmp_path}/no.csv"
     )

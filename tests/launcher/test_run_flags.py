@@ -82,7 +82,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_variable(command, tmp_p
     assert "no such key, z.y is ignored" in done.stderr
 
 
-def test_what_means_nothing_is_said_once_and_what_is_unknown_names_the_nearest(command):
+def test_ignored_variables_are_named_once_and_unknown_ones_with_the_nearest_name(command):
     done = command("-np", "1", "--gloo", "--tcp", "--mpi-args", "-x A", "true")
     assert done.returncode == 0
     assert [done.stderr.count(flag) for flag in ("--gloo ", "--tcp ", "--mpi-args ")] == [1, 1, 1]
@@ -98,7 +98,7 @@ def test_variables_of_horovods_that_mean_nothing_are_said_once(command):
     assert "HIERARCHICAL" not in done.stderr
 
 
-def test_what_is_built_is_told_in_horovods_form(command):
+def test_check_build_has_horovods_form(command):
     done = command("-cb")
     assert done.returncode == 0
     assert "Available Frameworks:\n    [X] TensorFlow\n" in done.stdout

@@ -187,7 +187,7 @@ def test_files_of_ranks_are_merged_by_a_command_of_its_own(tmp_path):
     assert "nothing.json: " in failed.stderr
 
 
-def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):
+def test_invalid_arguments_are_refused_before_the_run(tmp_path):
     where = tmp_path / "none" / "trace.json"
     done = command("run", "-np", 1, "--timeline", where, "touch", tmp_path / "ran")
     assert done.returncode == 1

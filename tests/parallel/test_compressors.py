@@ -123,7 +123,7 @@ def what_is_lost_is_sent_later():
         assert distance < 0.15, (type(compressor).__name__, distance)
 
 
-def test_what_is_lost_is_sent_later(pair):
+def test_lost_parts_of_gradients_are_sent_later(pair):
     pair.run(what_is_lost_is_sent_later)
 
 

@@ -209,7 +209,7 @@ def test_ranks_that_wait_in_different_meetings_are_reported_and_then_the_job_end
         ("shutdown", "join", "rank 0 on "),
     ],
 )
-def test_what_no_order_could_bring_together_is_told_at_once(fresh_world, tmp_path, first, second, says):
+def test_operations_that_can_never_match_are_an_error_at_once(fresh_world, tmp_path, first, second, says):
     env = {**APART, "FARANDOLE_STALL_CHECK_TIME_SECONDS": "50"}
     told = fresh_world(3, env=env).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
     for text, took in told[1:]:

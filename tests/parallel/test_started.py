@@ -138,7 +138,7 @@ def test_without_rank_0_the_others_say_where_they_looked(tmp_path: Path) -> None
     assert "FARANDOLE_JOB_SECRET" in ended.err
 
 
-def test_what_waits_long_says_once_for_what(tmp_path: Path) -> None:
+def test_a_long_wait_names_its_reason_once(tmp_path: Path) -> None:
     meeting = {"FARANDOLE_START_TIMEOUT": "12", "FARANDOLE_RENDEZVOUS": str(tmp_path), "SLURM_STEP_NUM_NODES": "2",
                "SLURM_STEP_NODELIST": "node[03-04]"}  # fmt: skip
     (ended,) = together([slurm(1, 2) | meeting])
@@ -167,7 +167,7 @@ def test_a_file_that_others_can_use_is_not_believed(tmp_path: Path) -> None:
     assert f"{path}: can be used by others: its mode is 644" in ended.err, ended.err
 
 
-def test_what_an_earlier_start_has_left_is_passed_over(tmp_path: Path) -> None:
+def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
     with registrar.Registrar(2, host="127.0.0.1") as earlier:
         dead = earlier.ticket
     meeting = {"FARANDOLE_RENDEZVOUS": str(tmp_path)}
@@ -212,7 +212,7 @@ def opens(pid: int) -> bool:
         (horovod(0, 2) | {"HOROVOD_LOCAL_SIZE": "1"}, "names this job"),
     ],
 )
-def test_what_cannot_form_a_world_is_an_error_that_names_it(variables: dict[str, str], told: str) -> None:
+def test_an_error_names_the_reason_why_no_world_can_form(variables: dict[str, str], told: str) -> None:
     (ended,) = together([variables])
     assert ended.status == 1
     assert told in ended.err, ended.err
@@ -293,7 +293,7 @@ print("place", rank, flush=True)
 """
 
 
-def test_what_a_rank_starts_is_no_rank_and_hears_so_at_once() -> None:
+def test_a_process_that_a_rank_starts_is_no_rank_and_gets_an_error_at_once() -> None:
     ended = together([horovod(rank, 2) for rank in range(2)], CHILD)
     assert [one.place for one in ended] == [[0], [1]]
 

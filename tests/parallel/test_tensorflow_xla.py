@@ -153,7 +153,7 @@ def compiled_calls_follow_branches_loops_and_functions():
     kept, _xla._members = _xla._members, lambda _: 3
     try:
         for operation in (hvd.allgather, hvd.reducescatter):
-            with pytest.raises(tf.errors.OpError, match="other numbers of ranks, make it anew: 3 then, 2 now"):
+            with pytest.raises(tf.errors.OpError, match="another number of ranks, trace it again: 3 then, 2 now"):
                 tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
     finally:
         _xla._members = kept
@@ -210,5 +210,5 @@ def test_a_compiled_fit_equals_one_process(tensorflow_pair):
     tensorflow_pair.run(keras_compiles_the_whole_step)
 
 
-def test_what_xla_cannot_compile_says_why(tensorflow_pair):
+def test_an_operation_that_xla_cannot_compile_is_an_error_with_the_reason(tensorflow_pair):
     tensorflow_pair.run(what_cannot_be_compiled_says_why)

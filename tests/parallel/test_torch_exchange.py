@@ -179,7 +179,7 @@ def barrier_waits():
     return come, time.time()
 
 
-def test_nobody_leaves_a_barrier_before_everybody_came(world):
+def test_all_ranks_leave_a_barrier_after_the_last_one_came(world):
     times = world.run(barrier_waits)
     assert min(left for _, left in times) >= max(come for come, _ in times)
 

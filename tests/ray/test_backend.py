@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
-from farandole.data.frames import is_frame
+from farandole.data.inputs.frames import is_frame
 from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.saving import places
@@ -64,7 +64,7 @@ def test_a_worker_that_fails_is_named_and_ray_gets_its_resources_back(resources)
         RayBackend(2, verbose=0).run(fails)
 
 
-def test_what_does_not_fit_is_refused_in_time(resources):
+def test_a_job_that_does_not_fit_is_refused_in_time(resources):
     with pytest.raises(TimeoutError, match="64 bundles"):
         RayBackend(64, placement_group_timeout=2).run(place)
 

@@ -97,6 +97,10 @@ def waited(condition):
 def steps_of_two():
     return len(list(folder.glob("*.2")))
 
+def stays():
+    logs = Path(cluster.head_node.get_logs_dir_path())
+    return any("stays on its node for now" in one.read_text(errors="replace") for one in logs.glob("worker-*"))
+
 def drain():
     waited(steps_of_two)
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -105,7 +109,7 @@ def drain():
     assert accepted, why
     if way == "train-all":
         try:
-            time.sleep(4)  # the drain is seen within a second or two
+            waited(stays)  # the job has seen the drain
             before = steps_of_two()
             waited(lambda: steps_of_two() > before + 5)
             print("trains on a draining node", flush=True)

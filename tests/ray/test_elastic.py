@@ -219,7 +219,7 @@ def test_the_pause_before_the_next_actor_grows_with_failures_and_is_short_again_
     assert needs.pause(3.0, healthy=3.1) == 1.0
 
 
-def test_what_needs_fixed_ranks_is_refused_in_an_elastic_job(resources):
+def test_features_that_need_fixed_ranks_are_refused_in_an_elastic_job(resources):
     made = RayExecutor(RayExecutor.create_settings(), min_workers=1)
     made.start()
     with pytest.raises(NotImplementedError, match="use run"):

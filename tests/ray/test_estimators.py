@@ -24,30 +24,38 @@ def line():
     return pd.DataFrame({"x": x, "y": 2 * x + 1})
 
 
-def test_keras_fits_there(resources, tmp_path, line, monkeypatch):
+@pytest.fixture
+def common(resources, tmp_path):
+    """Parameters of an estimator that fits the line in two ranks of Ray."""
+    return {
+        "backend": RayBackend(2, verbose=0),
+        "store": LocalStore(str(tmp_path)),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 16,
+        "epochs": 8,
+        "verbose": 0,
+    }
+
+
+def test_keras_fits_there(common, line, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     import keras
 
     from farandole.spark.keras import KerasEstimator
 
     fitted = KerasEstimator(
-        backend=RayBackend(2, verbose=0),
-        store=LocalStore(str(tmp_path)),
         model=keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
         optimizer=keras.optimizers.SGD(0.1),
         loss="mse",
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=16,
-        epochs=8,
-        verbose=0,
+        **common,
     ).fit(line)
     kernel, bias = fitted.getModel().get_weights()
     assert (kernel.item(), bias.item()) == pytest.approx((2, 1), abs=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
-def test_lightning_fits_there(resources, tmp_path, line):
+def test_lightning_fits_there(common, line):
     import lightning
     import torch
 
@@ -67,15 +75,6 @@ def test_lightning_fits_there(resources, tmp_path, line):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    fitted = LightningEstimator(
-        backend=RayBackend(2, verbose=0),
-        store=LocalStore(str(tmp_path)),
-        model=Line(),
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=16,
-        epochs=8,
-        verbose=0,
-    ).fit(line)
+    fitted = LightningEstimator(model=Line(), **common).fit(line)
     inner = fitted.getModel().inner
     assert (inner.weight.item(), inner.bias.item()) == pytest.approx((2, 1), abs=0.1)

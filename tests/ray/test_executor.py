@@ -84,7 +84,7 @@ def test_an_executable_stays_between_calls(resources):
         made.shutdown()
 
 
-def test_what_a_rank_raises_comes_back_as_it_is_and_nobody_waits_for_that_rank(executor):
+def test_an_exception_of_a_rank_comes_back_unchanged_and_no_rank_waits_for_it(executor):
     def one_fails():
         import farandole.numpy as hvd
 
@@ -160,7 +160,7 @@ def test_a_current_placement_group_is_used_and_stays(resources):
         remove_placement_group(group)
 
 
-def test_what_does_not_fit_is_refused_in_time_with_what_there_is(resources):
+def test_a_job_that_does_not_fit_is_refused_in_time_with_the_available_resources(resources):
     settings = RayExecutor.create_settings(placement_group_timeout_s=2)
     made = RayExecutor(settings, num_workers=64)
     with pytest.raises(TimeoutError, match=r"64 bundles of \{'CPU': 1\}.*'CPU': 4"):

@@ -14,7 +14,7 @@ import ray.train
 
 import ray
 from farandole.ray import train
-from farandole.ray.regime import Roll
+from farandole.ray.elastic_train import Roll
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -267,6 +267,7 @@ def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
     roll.has_to_leave(0, "drained")
     roll.has_to_leave(1, "drained, too")
     assert roll.dismissals() == [(0, "drained")]
+    assert [task for task in range(3) if roll.stays(task)] == [1]
     assert roll.dismissals() == []
     roll.ended(0)
     assert roll.blocks_reports(), "no worker has rank 0"
@@ -274,6 +275,7 @@ def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
     roll.placed({1, 2, 3})
     assert not roll.blocks_reports()
     assert roll.dismissals() == [(1, "drained, too")]
+    assert not roll.stays(1)
     roll.joined(4, rank=1)
     roll.placed({2, 3, 4})
     roll.ended(1)

@@ -53,7 +53,7 @@ def test_vectors_go_out_as_they_came_in():
         (pa.array(["a"]), "column 'c' has type string, which no tensor can hold"),
     ],
 )
-def test_what_no_array_can_hold_is_refused_with_its_column(array, told):
+def test_a_value_that_no_array_can_hold_is_refused_with_its_column(array, told):
     with pytest.raises(ValueError, match=told):
         rows(array, "c")
 

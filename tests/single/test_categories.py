@@ -129,7 +129,7 @@ def test_rows_that_a_column_holds_out_teach_nothing(tmp_path):
         ({"categories": ["none"]}, r"categories must be features or labels; these are neither: none"),
     ],
 )
-def test_what_cannot_be_learned_is_refused_by_name(tmp_path, wish, told):
+def test_values_that_cannot_be_learned_are_refused_by_name(tmp_path, wish, told):
     with pytest.raises(ValueError, match=told):
         prepare_data(TABLE, tmp_path, feature_cols=["sex", "fare"], label_cols=["class"], **wish)
 

@@ -219,10 +219,10 @@ def torch_fit(data, run, epochs):
     return fit(data, linear(), epochs=epochs, run_id=run)
 
 
-def lightning_fit(data, run, epochs):
+def lightning_fit(data, run, epochs, **more):
     known = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": 8, "verbose": 0, "random_seed": 1}
     store = LocalStore(str(data))
-    made = LightningEstimator(model=Line(), run_id=run, epochs=epochs, store=store, backend=Here(), **known)
+    made = LightningEstimator(model=Line(), run_id=run, epochs=epochs, store=store, backend=Here(), **known, **more)
     return made.fit_on_parquet()
 
 

@@ -191,7 +191,7 @@ def test_an_estimator_learns_from_images(tmp_path):
     assert fitted.history_frame()["loss"].iloc[-1] < 0.3
 
 
-def test_what_cannot_be_names_the_column_the_row_or_the_option(monkeypatch):
+def test_an_invalid_argument_names_the_column_the_row_or_the_option(monkeypatch):
     batch = pa.record_batch({"image": [stored(picture(0)), b"no image"], "sound": [recorded(sound())] * 2})
     with pytest.raises(ValueError, match="column 'image', row 1 of a batch: cannot decode the image: cannot identify"):
         Decode({"image": Image(8)})(batch.select(["image"]))

@@ -153,7 +153,7 @@ print(sum(row for batch in loader for row in batch["id"].tolist()))
     assert list(directory.iterdir()) == []
 
 
-def test_what_a_killed_process_left_behind_is_deleted(shared):
+def test_files_of_a_killed_process_are_deleted(shared):
     path, directory = shared
     program = f"""
 import os, signal

@@ -143,7 +143,7 @@ def test_other_python_threads_run_while_a_batch_is_waited_for(files):
     other.join()
 
 
-def test_what_no_batch_can_hold_says_why(tmp_path):
+def test_a_column_that_no_batch_can_hold_is_an_error_with_the_reason(tmp_path):
     table = pa.table({"n": [1.0, None], "s": [{"a": "b"}] * 2, "r": [[1], [1, 2]], "ok": [1, 2]})
     pq.write_table(table, tmp_path / "f.parquet")
     dataset = Dataset.open(str(tmp_path))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farandole.data import LengthLoader, MixedLoader, Pad, ParquetLoader, WeightedLoader, prepare_data
-from farandole.data.pools import evened
+from farandole.data.loaders.pools import evened
 
 ROWS = 1000
 
@@ -243,7 +243,7 @@ def test_loaders_are_pickled_with_their_place(url):
         assert seen(pickle.loads(pickle.dumps(loader))) == seen(loader)
 
 
-def test_what_cannot_be_names_the_column_the_loader_or_the_option(url):
+def test_an_invalid_argument_names_the_column_the_loader_or_the_option(url):
     with pytest.raises(ValueError, match="weights names column 'age', which the loader does not read: id, label, we"):
         WeightedLoader(plain(url, 100), 10, weights="age")
     with pytest.raises(ValueError, match="needs weights= or balanced=, and not both"):

@@ -74,7 +74,7 @@ def test_dates_times_and_decimals_are_numbers():
     assert (found["word"].missing, found["word"].values) == (1, {"b": 2, "a": 1})
 
 
-def test_what_has_changed_drifts_and_what_has_not_does_not(tmp_path):
+def test_changed_columns_drift_and_unchanged_ones_do_not(tmp_path):
     found = statistics_of(table())
     same = found.drift(table(seed=1))
     assert list(same)[-1] == "blob"  # of another kind: it has no index
@@ -107,7 +107,7 @@ def test_a_frequent_number_is_in_the_same_bin_of_small_and_large_data(rows):
     assert statistics_of(less).drift(pa.table({"x": -now["x"].to_numpy()}))["x"].index < 0.02
 
 
-def test_what_cannot_be_compared_has_no_index(monkeypatch):
+def test_columns_that_cannot_be_compared_have_no_index(monkeypatch):
     many = pa.table({"word": [str(row) for row in range(400)], "x": [1.0, 2.0] * 200})
     few = pa.table({"word": ["1", "2", "3", "4"] * 100, "x": [1.0, 2.0] * 200})
     monkeypatch.setattr("farandole.data.statistics._MOST_VALUES", 200)
@@ -138,7 +138,7 @@ def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
     assert again.statistics == made
 
 
-def test_what_cannot_be_names_the_column(tmp_path):
+def test_an_invalid_argument_names_the_column(tmp_path):
     found = statistics_of(table(), ["x", "word"])
     with pytest.raises(ValueError, match="the source has no column 'word': x, n"):
         found.drift(table().select(["x", "n"]))

@@ -186,7 +186,7 @@ def test_a_source_without_an_order_has_one_rank():
     assert sorted(row for step in seen(StreamLoader(rows, 4, size=1, rank=0)) for row in step) == list(range(20))
 
 
-def test_what_cannot_be_names_the_column_or_the_option():
+def test_an_invalid_argument_names_the_column_or_the_option():
     with pytest.raises(ValueError, match="shuffle_rows must be a multiple of size \\* batch_size, which is 8: 12"):
         stream(size=2, rank=0, shuffle_rows=12)
     with pytest.raises(ValueError, match="steps_per_epoch must be a whole number, 1 or more: 0"):

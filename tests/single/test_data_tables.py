@@ -15,7 +15,7 @@ from pyiceberg.expressions import EqualTo
 from pyiceberg.types import DoubleType
 
 from farandole.data import ParquetLoader, StreamLoader, prepare_data
-from farandole.data.frames import is_frame
+from farandole.data.inputs.frames import is_frame
 
 ROWS = 40
 
@@ -114,7 +114,7 @@ def test_the_command_prepares_and_shows_a_table_of_iceberg(iceberg, tmp_path):
     assert "t2" in command("head", where)
 
 
-def test_what_cannot_be_is_refused_by_name(iceberg, tmp_path):
+def test_invalid_arguments_are_refused_by_name(iceberg, tmp_path):
     with pytest.raises(ValueError, match=r"an Iceberg table must be the only source: file://.*/rows"):
         prepare_data([iceberg.location(), str(tmp_path)], tmp_path / "store")
     relation = duckdb.sql("select 1 as id")

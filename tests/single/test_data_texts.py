@@ -140,7 +140,7 @@ def test_texts_that_take_more_than_files_say_come_all_the_same(tmp_path):
     assert all(one == chr(65 + row % 3) * letters for row, one in got)
 
 
-def test_what_cannot_be_done_with_texts_is_refused_by_name(tmp_path):
+def test_options_that_texts_do_not_support_are_refused_by_name(tmp_path):
     pq.write_table(
         pa.table({"s": ["a", None, "c"], "l": [["a"], ["b"], ["c"]], "x": [1.0, 2.0, 3.0]}), tmp_path / "f.parquet"
     )

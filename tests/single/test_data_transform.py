@@ -148,7 +148,7 @@ def test_a_function_that_filters_every_row_out_is_called_with_each_batch_twice_a
 
 
 @pytest.mark.parametrize("pool", ["thread", "dummy"])
-def test_what_a_function_raises_arrives(path, pool):
+def test_an_exception_of_the_function_arrives(path, pool):
     def broken(batch):
         raise RuntimeError(f"no good: {len(batch)}")
 

@@ -21,7 +21,7 @@ def refusals(hvd):
     yield lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([1, 1]))
 
 
-def test_what_horovods_engine_refuses_is_its_error_and_a_value_error(hvd):
+def test_a_call_that_horovod_refuses_raises_its_error_which_is_also_a_value_error(hvd):
     for refused in refusals(hvd):
         with pytest.raises(HorovodInternalError) as raised:
             refused()

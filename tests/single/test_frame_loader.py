@@ -17,7 +17,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farandole.data import ParquetLoader, frame_loader
-from farandole.data.frame_loader import _expect, _remove
+from farandole.data.loaders.frames import _expect, _remove
 
 ROWS = 500
 
@@ -65,7 +65,7 @@ def test_ranks_are_those_of_torch_distributed(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_what_cannot_be_is_refused_and_leaves_no_files(tmp_path):
+def test_invalid_arguments_are_refused_and_leave_no_files(tmp_path):
     with pytest.raises(ValueError, match="the frame has no column 'age': id, x, word"):
         frame_loader(table(), 10, ["age"], cache=tmp_path)
     with pytest.raises(ValueError, match="the frame has no rows"):

@@ -203,7 +203,7 @@ class Spilled:
         return json.dumps({"kind": self.files[name]}).encode()
 
 
-def test_what_is_written_down_is_read_once_the_store_is_back(monkeypatch):
+def test_records_are_read_when_the_store_is_back(monkeypatch):
     monkeypatch.setattr(meeting, "_EVERY", 0.0)
     spilled = Spilled()
     tail = meeting.Tail(spilled)
@@ -235,6 +235,23 @@ def test_a_gang_that_nobody_completes_again_is_given_up_with_the_reason_for_its_
     with pytest.raises(TimeoutError, match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence"):
         play(script, start_timeout=60.0)
     assert script.closed
+
+
+def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(monkeypatch):
+    script = Script(
+        STARTED,
+        [event("lost", task=1, rank=1, text="its agent was silent for 5.0 s")],
+        [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost")],
+        [event("registered", task=0)],
+        endings=[],
+    )
+
+    def endings():
+        raise FarandoleJobError("the Spark job has failed: worker lost")
+
+    monkeypatch.setattr(script, "endings", endings)
+    with pytest.raises(FarandoleJobError, match=r"worker lost; of the gang before, task 1 \(rank 1 on host-1\) was"):
+        play(script, stdout=io.StringIO(), stderr=io.StringIO())
 
 
 def test_published_results_answer_for_rows_that_spark_lost(capsys):
@@ -276,7 +293,7 @@ def test_a_published_failure_is_raised_with_its_traceback_when_no_rows_come():
     assert caught.value.remote_traceback == "Traceback of the odd one"
 
 
-def test_who_has_registered_is_told_when_time_is_up():
+def test_registered_tasks_get_an_error_at_the_timeout():
     script = Script([event("registered", task=1)])
     with pytest.raises(TimeoutError, match=r"Timed out waiting for Spark tasks to start.* 1 of 2 tasks"):
         play(script, start_timeout=0.0)

@@ -223,7 +223,7 @@ def wait_for_their_end():
     assert looking() == []
 
 
-def test_nobody_looks_at_the_store_once_the_rank_has_ended(remote, monkeypatch):
+def test_the_store_is_not_read_after_the_rank_has_ended(remote, monkeypatch):
     monkeypatch.setenv(halting.VARIABLE, "mine")
     monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
     with contextlib.closing(Halt(remote)) as halt:

@@ -75,6 +75,6 @@ def test_one_operation_gives_a_list_of_one_outcome(told: list[Any], table: handl
     assert table.synchronize(table.submit(None, list, lambda: 5)) == [None]
 
 
-def test_what_is_refused_is_not_kept(table: handles.HandleTable) -> None:
+def test_a_refused_value_is_not_kept(table: handles.HandleTable) -> None:
     with pytest.raises(ZeroDivisionError):
         table.submit(None, list, lambda: 1 // 0)

@@ -51,7 +51,7 @@ class Clock:
         return None
 
 
-def test_what_stays_unused_goes_back_and_what_others_have_is_learned_to_be_theirs(heap):
+def test_unused_memory_is_returned_and_memory_of_other_allocators_is_left(heap):
     clock = Clock(heap)
     assert clock.looks(5) == 2.25
     assert clock.looks(20) is None, "nothing could be given back: that is no reason to try again"
@@ -67,7 +67,7 @@ def test_a_thread_that_seldom_runs_decides_as_soon(heap):
     assert [watch.look(second / 2) for second in range(1, 9)] == [*[False] * 7, True]
 
 
-def test_what_a_step_frees_and_takes_again_is_kept(heap):
+def test_memory_that_a_step_frees_and_takes_again_is_kept(heap):
     clock = Clock(heap)
     clock.looks(5)
     for step in range(200):

@@ -142,7 +142,7 @@ def test_callbacks_loggers_and_checkpoints_of_lightning_reach_the_store(data):
     assert torch.equal(best["inner.weight"], fitted.getModel().inner.weight)
 
 
-def test_what_belongs_to_the_module_is_refused_as_a_parameter(data):
+def test_parameters_of_the_module_are_refused_in_the_estimator(data):
     module = Line()
     for name, value in {
         "loss": torch.nn.MSELoss(),
@@ -193,7 +193,7 @@ def test_gradients_of_two_ranks_travel_compressed(data, compression):
     assert not torch.equal(weights(small), weights(plain))
 
 
-def test_what_is_no_compression_is_refused(data):
+def test_an_object_that_is_no_compression_is_refused(data):
     with pytest.raises(TypeError, match="gradient_compression must be a member of Compression"):
         fit(data, Line(), gradient_compression="fp16")
 

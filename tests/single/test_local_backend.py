@@ -108,7 +108,7 @@ def _until(condition, limit=20.0):
         time.sleep(0.01)
 
 
-def test_what_cannot_be_run_is_refused_before_anything_starts():
+def test_a_job_that_cannot_run_is_refused_before_the_start():
     with pytest.raises(TypeError, match="num_proc must be a whole number: '2'"):
         LocalBackend("2")
     with pytest.raises(TypeError, match="fn must be a function: 5"):

@@ -84,7 +84,7 @@ def spoil(row):
         return row | {"x": row["x"] / (row["x"] - row["x"])}
 
 
-def test_what_a_transformation_makes_is_looked_at_too(tmp_path, fitting):
+def test_the_result_of_a_transformation_is_checked_too(tmp_path, fitting):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     with pytest.raises(ValueError, match=r"feature column 'x' has infinite values.* in 8 of 8 rows"):

@@ -14,7 +14,7 @@ from tests.single.training import Here, estimator, fit, line, linear, weights, w
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend
 from farandole.spark.common.runs.finite import NotFiniteError
-from farandole.spark.torch.finite import LossWatch
+from farandole.spark.torch.training.finite import LossWatch
 
 pytestmark = pytest.mark.timeout(300)
 

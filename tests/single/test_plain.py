@@ -61,7 +61,7 @@ class Other:
 @pytest.mark.parametrize(
     "value", [Other(), {1, 2}, np.array([Other()], object), Other, len], ids=lambda one: type(one).__name__
 )
-def test_what_is_not_plain_is_named_with_its_place(value):
+def test_an_error_names_the_place_of_a_value_that_is_not_plain(value):
     with pytest.raises(
         TypeError, match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is not a plain value"
     ):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from pathlib import Path
@@ -18,8 +19,8 @@ from farandole._native import store as native
 from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.watch import Watch
 from farandole.spark.torch import TorchEstimator, TorchModel
-from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
-from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
+from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter, TorchParamsReader
+from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, given
 from farandole.stores.seals import MARKER
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,28 +73,35 @@ def test_a_poisoned_checkpoint_ends_the_run_that_would_go_on_from_it(data, mark,
 
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
-def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(data, mark, monkeypatch):
+@pytest.mark.parametrize("by", ["variable", "parameter"])
+def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(data, mark, monkeypatch, by):
     lightning_fit(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
     path.with_name(MARKER).unlink()
-    with pytest.raises(PickleNotAllowedError, match=f"run 'r' contains more.*{VARIABLE}=1"):
-        lightning_fit(data, "r", 2)
-    monkeypatch.setenv(VARIABLE, "1")
-    assert len(lightning_fit(data, "r", 2).getHistory()) == 2
+    if by == "parameter":  # it has priority, in both directions
+        monkeypatch.setenv(VARIABLE, "1")
+    consent = {PARAMETER: False} if by == "parameter" else {}
+    with pytest.raises(PickleNotAllowedError, match=f"run 'r' contains more.*{PARAMETER}=True or {VARIABLE}=1"):
+        lightning_fit(data, "r", 2, **consent)
+    assert not mark.exists()
+    monkeypatch.setenv(VARIABLE, "0" if by == "parameter" else "1")
+    consent = {PARAMETER: True} if by == "parameter" else {}
+    assert len(lightning_fit(data, "r", 2, **consent).getHistory()) == 2
     assert mark.exists()
 
 
-def test_a_poisoned_best_checkpoint_does_not_run(tmp_path, mark):
+@pytest.mark.parametrize("allowed", [None, False, True])
+def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, mark, allowed):
     native.Store(str(tmp_path)).write("checkpoint.best", saved({"state_dict": Poison(mark)}))
     store = SimpleNamespace(
         checkpoint_filename="checkpoint", read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name)
     )
-    job = SimpleNamespace(base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)))
+    job = SimpleNamespace(base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)), allow_pickle=allowed)
     watch = Watch(job, tmp_path, [], 0, 1, Halt(store))
-    with pytest.raises(pickle.UnpicklingError):
+    with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):
         watch.best_state(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
-    assert not mark.exists()
+    assert mark.exists() == bool(allowed)
 
 
 def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(mark, monkeypatch):
@@ -118,7 +126,7 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
 def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
     pytest.importorskip("keras")
     from farandole.spark.keras import KerasModel
-    from farandole.spark.keras.persistence import KerasModelReader
+    from farandole.spark.keras.saving.persistence import KerasModelReader
 
     parts = {"model": b"", "custom_objects": pickle.dumps(Poison(mark))}
     with pytest.raises(PickleNotAllowedError, match="custom_objects"):

@@ -142,7 +142,7 @@ def test_csv_takes_options_and_types_and_files_may_guess_differently(tmp_path):
         prepare_data(first, tmp_path / "store", options={"delimiter": ";"}, validation="c")
 
 
-def test_what_is_wrong_with_a_file_names_it(tmp_path, table):
+def test_an_error_of_a_file_names_it(tmp_path, table):
     store = tmp_path / "store"
     late = tmp_path / "late.csv"
     late.write_text("a\n" + "1\n" * 3_000_000 + "x\n")
@@ -401,7 +401,7 @@ def test_a_place_of_somebody_else_is_passed_over(tmp_path, table):
     assert os.listdir(theirs.parent) == ["part-0.parquet"]
 
 
-def test_what_is_no_source_is_refused(tmp_path):
+def test_an_object_that_is_no_source_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"a source must be a path.*builtins\.int"):
         prepare_data(5, tmp_path)
     with pytest.raises(ValueError, match="label column 'z' is not in the source"):

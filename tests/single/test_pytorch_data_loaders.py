@@ -114,7 +114,7 @@ def test_a_reader_of_petastorms_kind_is_read_to_its_end_and_started_again():
     assert isinstance(next(iter(loader))["id"], torch.Tensor)
 
 
-def test_what_gives_no_rows_is_said():
+def test_a_reader_without_rows_is_an_error():
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         loaders.PytorchDataLoader([], 0, 0)
     with pytest.raises(ValueError, match="the reader of train gives no rows"):

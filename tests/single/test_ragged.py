@@ -175,7 +175,7 @@ print(batch["tokens"].to_list())
     assert ast.literal_eval(done.stdout) == [lists()[key] for key in batch["id"].tolist()]
 
 
-def test_what_chooses_rows_of_a_batch_takes_no_nested_column(tmp_path):
+def test_loaders_that_choose_rows_refuse_nested_columns(tmp_path):
     nested = prepare_data(table(), tmp_path / "nested", ragged={"tokens": Nested()}).train_url
     padded = prepare_data(table(), tmp_path / "padded", ragged={"tokens": Pad()}).train_url
     told = "prepare tokens with Pad"

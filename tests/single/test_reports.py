@@ -101,7 +101,7 @@ def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(li
     assert [one.getMessage() for one in caplog.records] == [f"a report of rank 1 is left out: {reason}"]
 
 
-def test_what_a_rank_says_of_itself_is_checked_too(listeners, caplog):
+def test_reports_of_a_rank_are_checked_too(listeners, caplog):
     with caplog.at_level(logging.WARNING, logger="farandole"):
         listeners.send(b"{", hearing.RANK)
         listeners.send({"gpu": 1}, hearing.RANK)

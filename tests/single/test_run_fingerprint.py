@@ -65,7 +65,7 @@ def test_another_learning_rate_is_refused_with_both_values(data):
         ({"model": torch.nn.Sequential(linear())}, "model was Linear of 3 numbers and is Sequential of 3 numbers"),
     ],
 )
-def test_what_decides_the_result_is_refused(data, changed, told):
+def test_a_difference_that_changes_the_result_is_refused(data, changed, told):
     fit(data)
     model = changed.get("model") or linear()
     with pytest.raises(RunDiffersError, match=told):
@@ -232,7 +232,7 @@ def test_a_digest_is_the_same_in_another_process():
     assert told[0] == told[1] == told[2] != told[3]
 
 
-def test_what_functions_hold_counts():
+def test_closures_of_functions_are_in_the_digest():
     def scaled(by):
         return lambda value: value * by
 
@@ -322,7 +322,7 @@ def test_a_changed_forward_is_refused_with_the_same_run(data):
         fit(data, **named("self.layer(x) * 2"), epochs=3)
 
 
-def test_what_a_loss_keeps_in_lists_and_arrays_counts():
+def test_lists_and_arrays_of_a_loss_are_in_the_digest():
     _, loss = made()
     loss_class = type(loss)
     assert digest(loss_class((1, 2))) == digest(loss) != digest(loss_class((1, 3)))

@@ -50,7 +50,7 @@ def test_an_estimator_holds_its_run(tmp_path):
     assert not list((tmp_path / "runs/r").glob("_lease*"))
 
 
-def test_what_a_killed_driver_left_goes_when_the_next_one_starts(tmp_path):
+def test_files_of_a_killed_driver_are_deleted_when_the_next_one_starts(tmp_path):
     runs = tmp_path / "runs"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=120)
     assert ended.returncode == -9

@@ -66,7 +66,7 @@ def test_a_killed_worker_leaves_no_directory(place):
     assert files_below(place) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next_directory_and_nothing_that_is_in_use(place):
+def test_a_new_directory_deletes_files_of_killed_processes_and_keeps_those_in_use(place):
     def start():
         process = subprocess.Popen(
             [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

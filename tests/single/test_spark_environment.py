@@ -45,7 +45,7 @@ def test_a_variable_that_the_user_names_travels_whatever_it_is():
 
 
 @pytest.mark.parametrize("verbose", [1, 2])
-def test_what_was_left_out_is_named_without_its_value(monkeypatch, capsys, verbose):
+def test_omitted_variables_are_named_without_their_values(monkeypatch, capsys, verbose):
     sent = []
     monkeypatch.setattr(runner, "run_with", lambda *_, env, **__: sent.append(env) or [None])
     monkeypatch.setenv("MY_SECRET", "hidden")

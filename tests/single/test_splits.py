@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole.data import ParquetLoader, prepare_data
-from farandole.data.sides import hashes
+from farandole.data.splits import hashes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +56,7 @@ def test_each_class_gives_its_share_and_a_rare_one_gives_a_row(tmp_path):
 
 
 def test_large_classes_give_about_their_share(tmp_path, monkeypatch):
-    monkeypatch.setattr("farandole.data.sides._KEPT", 20)
+    monkeypatch.setattr("farandole.data.splits._KEPT", 20)
     rows = table()
     _, val = split(rows, tmp_path, validation_stratify="kind")
     held = Counter(rows["kind"].take(val).to_pylist())
@@ -96,8 +96,8 @@ def test_the_latest_rows_are_held_out(tmp_path, column):
         ({"validation_time": "holes"}, "column 'holes' has nulls in 1 rows, so these rows cannot be ordered"),
     ],
 )
-def test_what_cannot_be_split_is_refused(tmp_path, monkeypatch, options, told):
-    monkeypatch.setattr("farandole.data.sides._CLASSES", 10)
+def test_rows_that_cannot_be_split_are_refused(tmp_path, monkeypatch, options, told):
+    monkeypatch.setattr("farandole.data.splits._CLASSES", 10)
     rows = table().append_column("same", pa.array([1] * 1000)).append_column("holes", pa.array([None, *range(999)]))
     with pytest.raises(ValueError, match=told):
         prepare_data(rows, tmp_path, **{"feature_cols": ["id", "x"], "validation": 0.2} | options)

@@ -137,7 +137,7 @@ def test_a_store_and_its_remote_form_pickle(tmp_path):
     assert remote.train_data_path.endswith("intermediate_train_data.1")
 
 
-def test_what_cannot_be_written_is_said_with_its_path(tmp_path):
+def test_a_failed_write_names_its_path(tmp_path):
     (tmp_path / "file").write_text("")
     store = LocalStore(str(tmp_path / "file" / "below"))
     with pytest.raises(OSError, match="file/below"):

@@ -145,7 +145,7 @@ def test_the_commit_before_takes_the_place_of_a_damaged_one(hvd, tmp_path):
     assert 1 <= training(hvd)(again) < 6
 
 
-def test_what_a_store_cannot_give_back_is_refused(hvd, tmp_path):
+def test_values_that_a_store_cannot_return_are_refused(hvd, tmp_path):
     state = made(hvd, 1, callback=made)
     with pytest.raises(TypeError, match=r"state\.callback is builtins.function"):
         state.save_to(str(tmp_path), "digits")

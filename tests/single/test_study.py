@@ -93,7 +93,7 @@ def test_as_many_trials_run_at_once_as_there_are_slots_for(tmp_path):
     assert [one.value for one in study.trials] == [1.0, 1.0]
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="slots must be at least that: 1"):
         optimize(optuna.create_study(), train, dict, backend=BACKEND, n_trials=1, slots=1)
     with pytest.raises(TypeError, match="loss='high'"):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 STEP = """
 import sys, torch
-from farandole.spark.torch import compiler
+from farandole.spark.torch.training import compiler
 
 def step():
     optimizer.zero_grad()
@@ -53,7 +53,7 @@ LIGHTNING = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from farandole.spark.torch import compiler
+from farandole.spark.torch.training import compiler
 compiler.defer()
 import farandole.lightning
 import lightning

@@ -49,7 +49,7 @@ def test_ranks_that_outnumber_gpus_share_them(seen, monkeypatch):
     assert seen() == [0]
 
 
-def test_what_spark_assigned_comes_first(seen, monkeypatch):
+def test_the_gpu_that_spark_assigned_comes_first(seen, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TASK_RESOURCES", json.dumps({"gpu": ["3"]}))
     _pin.pin()
     assert seen() == [3]
@@ -128,7 +128,7 @@ class OnGpuGathered:
         self.streams.append(stream)
 
 
-def test_what_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(monkeypatch):
+def test_a_result_that_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(monkeypatch):
     hvd.init()
     monkeypatch.setattr(_device, "stream_of", lambda ordinal: 40 + ordinal)
     exchange = EngineExchange("t", hvd.global_process_set)

@@ -153,7 +153,7 @@ def test_zero_grad_forgets_a_partial_backward_pass(hvd):
     assert (first.item(), second.item()) == (0.0, 0.0)
 
 
-def test_what_is_distributed_already_and_a_flat_list_of_groups_are_refused(hvd):
+def test_a_distributed_optimizer_and_a_flat_list_of_groups_are_refused(hvd):
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
     with pytest.raises(ValueError, match="distributed already"):

@@ -14,10 +14,10 @@ import torch
 
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch.columns.losses import label_dtype, shaped, share, weighted
+from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.job import Input
-from farandole.spark.torch.losses import label_dtype, shaped, share, weighted
-from farandole.spark.torch.payload import unpack_state
-from farandole.spark.torch.tensors import input_tensor
+from farandole.spark.torch.saving.payload import unpack_state
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -134,7 +134,7 @@ def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
     assert books.rounds_left() == 3
 
 
-def test_what_does_not_fill_a_round_is_dropped_where_that_is_asked_for() -> None:
+def test_drop_last_drops_rows_that_do_not_fill_a_round() -> None:
     books = Turns(10, 2, True, 0, 2, Place(0, 0))
     assert books.rounds_left() == 2
     epoch = books.begin()

@@ -294,7 +294,7 @@ def test_a_server_without_work_leaves(monkeypatch):
     until(lambda: not (servers() & fresh), limit=15)
 
 
-def test_what_killed_servers_have_left_is_gone_when_the_next_one_starts(tmp_path):
+def test_files_of_killed_servers_are_deleted_when_the_next_one_starts(tmp_path):
     folder = warm.own_folder()
     code = f"""
 import sys, torch

@@ -157,7 +157,7 @@ print("left", [name for _, _, names in os.walk(folder + "/store") for name in na
 
 
 @pytest.mark.slow
-def test_what_is_too_large_for_a_message_of_connect_goes_ahead_of_it(server, tmp_path):
+def test_data_too_large_for_a_message_of_connect_is_uploaded_before(server, tmp_path):
     body = """
 import torch
 from farandole.spark.job import ahead

@@ -104,6 +104,7 @@ LIGHTNING = {
     "loader_num_epochs": [(0, ValueError)],
     "trainer_args": [([], TypeError), ({3: 4}, TypeError)],
     "debug_data_loader": [(1, TypeError)],
+    "allow_pickle": [(1, TypeError)],
     "train_async_data_loader_queue_size": [("all", TypeError)],
     "val_async_data_loader_queue_size": [(True, TypeError)],
 }
@@ -144,7 +145,7 @@ OF_TORCH = dict.fromkeys(
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False, "deterministic": False}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args", "train_async_data_loader_queue_size",
-     "val_async_data_loader_queue_size")
+     "val_async_data_loader_queue_size", "allow_pickle")
 ) | {"log_every_n_steps": 50, "debug_data_loader": False}  # fmt: skip
 OF_KERAS = {
     "custom_objects": {},
@@ -205,7 +206,7 @@ def test_the_constructor_takes_every_parameter_by_name_and_its_documentation_lis
     assert "batch_size: Rows per step and process. Default: `32`." in told
 
 
-def test_none_stands_for_the_default_and_what_is_no_parameter_is_refused(kind):
+def test_none_is_the_default_and_unknown_parameters_are_refused(kind):
     made = ESTIMATORS[kind](batch_size=None, epochs=3)
     assert made.getBatchSize() == 32
     assert not made.isSet("batch_size")
@@ -251,7 +252,7 @@ def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_parameter(kind, 
     assert not made.isSet(name)
 
 
-def test_what_can_be_judged_with_the_others_alone_is_refused_before_anything_begins(kind, tmp_path):
+def test_conflicting_parameters_are_refused_before_the_fit_begins(kind, tmp_path):
     if kind == "keras":
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         known = {"model": model, "optimizer": "sgd", "loss": "mse"}
@@ -268,7 +269,7 @@ def test_what_can_be_judged_with_the_others_alone_is_refused_before_anything_beg
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_longer_needed_is_taken_with_a_warning(kind):
+def test_obsolete_arguments_are_accepted_with_a_warning(kind):
     with pytest.warns(DeprecationWarning, match="shuffle_buffer_size is deprecated"):
         ESTIMATORS[kind](shuffle_buffer_size=3)
     with warnings.catch_warnings():

@@ -13,8 +13,9 @@ import torch
 from pyspark.ml.linalg import Vectors
 
 from farandole.spark.common import LocalStore, SparkBackend
-from farandole.spark.torch import TorchEstimator, payload
+from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.job import Objects
+from farandole.spark.torch.saving import payload
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -75,13 +76,13 @@ def test_a_stream_is_refused_before_spark_looks_at_it(spark, tmp_path):
     assert "fit does not take a streaming DataFrame" in refused(lambda: estimator(tmp_path).fit(stream))
 
 
-def test_what_cannot_be_pickled_is_named_down_to_the_variable(spark, good, tmp_path):
+def test_an_error_names_the_variable_that_cannot_be_pickled(spark, good, tmp_path):
     told = refused(lambda: estimator(tmp_path, loss=lambda output, _: (spark, output.sum())[1]).fit(good), TypeError)
     wanted = "cannot be pickled for the training processes: loss[0]: variable 'spark' of <lambda>._sc: [CONTEXT_ONLY"
     assert told.startswith(wanted)
 
 
-def test_what_cannot_be_pickled_inside_of_a_model_is_named():
+def test_an_error_names_the_part_of_a_model_that_cannot_be_pickled():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].lock = threading.Lock()
     for objects, guilty in (

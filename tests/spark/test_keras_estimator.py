@@ -24,10 +24,11 @@ from farandole.keras.callbacks import BestModelCheckpoint, LearningRateWarmupCal
 from farandole.spark import task
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
-from farandole.spark.keras import KerasEstimator, payload
+from farandole.spark.keras import KerasEstimator
 from farandole.spark.keras.predict import Predictor
-from farandole.spark.keras.rate import Rate
 from farandole.spark.keras.remote import train
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.training.rate import Rate
 
 pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests

@@ -125,7 +125,7 @@ def test_a_file_that_predicts_something_else_is_not_kept(tmp_path):
 
 
 def test_an_export_that_does_not_end_is_stopped(tmp_path, monkeypatch):
-    from farandole.spark.keras import onnx
+    from farandole.spark.keras.saving import onnx
 
     monkeypatch.setattr(onnx, "_LONGEST", 0.5)
     with pytest.raises(TimeoutError, match=r"the export of Sequential to ONNX has not ended after 0\.5 s"):

@@ -17,8 +17,8 @@ from farandole.spark.keras import remote
 remote.basics.init()
 remote.prepare_devices("torch", wanted=False)
 import keras, numpy as np
-from farandole.spark.keras import payload
-from farandole.spark.torch import compiler
+from farandole.spark.keras.saving import payload
+from farandole.spark.torch.training import compiler
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("adam", "mse", metrics=["mae"])
 model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)

@@ -228,7 +228,7 @@ def test_nulls_are_filled_as_in_the_fit(frame):
     assert [row.y__output for row in found] == [row.n + (7.0 if row.d is None else row.d) for row in found]
 
 
-def test_what_cannot_be_transformed_is_said_by_name(by_hand, frame):
+def test_an_error_names_the_column_that_cannot_be_transformed(by_hand, frame):
     with pytest.raises(ValueError, match="already has an output column: n__output"):
         by_hand.transform(frame.withColumn("n__output", sf.lit(1)))
     with pytest.raises(ValueError, match="feature column 'v' is not in the DataFrame"):

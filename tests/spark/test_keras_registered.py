@@ -87,7 +87,7 @@ for model in (keras.Sequential(layers), Both()):
 
 
 @pytest.mark.parametrize("place", ["script", "beside", "plain"])
-def test_what_a_script_or_a_module_beside_it_registers_is_found_in_workers(tmp_path, place):
+def test_classes_registered_by_a_script_or_a_module_beside_it_are_found_in_workers(tmp_path, place):
     registered = 'keras.saving.register_keras_serializable(package="mine")'
     parts = PARTS.replace("@DECORATED", "" if place == "plain" else f"@{registered}")
     script = tmp_path / "script.py"

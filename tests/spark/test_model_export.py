@@ -189,7 +189,7 @@ def test_lists_of_different_lengths_stay_apart_in_an_onnx_file(tmp_path):
     assert (tmp_path / "equal.onnx").exists()
 
 
-def test_what_onnx_does_not_have_is_refused_by_name(model, tmp_path):
+def test_operators_that_onnx_lacks_are_refused_by_name(model, tmp_path):
     one = {"columns": ["x"], "shape": [-1, 2], "dtype": "bfloat16"}
     refused = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"], signature=[one])
     with pytest.raises(ValueError, match="takes no bfloat16 input: x"):

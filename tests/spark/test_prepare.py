@@ -236,7 +236,7 @@ def test_an_interrupt_ends_the_job_and_the_place_is_used_again(spark, store, tmp
 
 
 @pytest.mark.newest
-def test_what_a_killed_preparation_left_is_emptied(store, frame, tmp_path):
+def test_files_of_a_killed_preparation_are_deleted(store, frame, tmp_path):
     for side in ("train", "val"):
         left = tmp_path / f"intermediate_{side}_data.0"
         left.mkdir()

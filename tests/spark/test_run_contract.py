@@ -327,7 +327,7 @@ def test_a_variable_is_set_and_another_removed(backend, monkeypatch):
     assert backend().run(look, env=env) == [("yes", None)] * 2
 
 
-def test_what_cannot_be_pickled_is_said_before_anything_starts(backend):
+def test_an_object_that_cannot_be_pickled_is_an_error_before_the_start(backend):
     lock = threading.Lock()
 
     def locked():

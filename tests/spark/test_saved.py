@@ -8,6 +8,8 @@ import json
 import logging
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pyspark.ml import PipelineModel
@@ -15,6 +17,7 @@ from pyspark.ml import PipelineModel
 from farandole._native import store as native
 from farandole.spark.common.saving import saved as module
 from farandole.spark.common.saving.saved import Saved
+from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchModel
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,7 +79,7 @@ def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
         assert read(place, spark) == {"weights": expected}
 
 
-def test_what_cannot_be_deleted_is_told_and_goes_with_the_next_save(spark, place, monkeypatch, caplog):
+def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(spark, place, monkeypatch, caplog):
     Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
     failing = Saved(place, spark)
     breaking(monkeypatch, failing, "delete", after=False)
@@ -122,6 +125,62 @@ def test_metadata_cannot_point_outside(spark, place):
     metadata = found.metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
     with pytest.raises(ValueError, match="names no directory of its data"):
         found.parts(metadata)
+
+
+def damaged(place, spark, table):
+    """An object whose rows are this table; written as a dictionary is, and packed."""
+    file = pa.BufferOutputStream()
+    pq.write_table(table, file, compression="zstd", row_group_size=1 << 20)
+    save = Saved(place, spark)
+    save.write(METADATA, {"weights": b"sound"}, overwrite=False)
+    directory = save.metadata()["save"]["data"]
+    store = native.Store(place)
+    for name, _ in store.list():
+        if name.startswith(directory):
+            store.delete(name)
+    store.write(f"{directory}/part-0.parquet", file.getvalue().to_pybytes())
+    return f"{place}/{directory}"
+
+
+def test_a_file_whose_rows_take_more_than_it_can_hold_is_an_error(spark, place, monkeypatch):
+    """A text of a dictionary, at which all rows point: 200 MB in a file of some kilobytes."""
+    monkeypatch.setattr(module, "_ROOM", 8 << 20, raising=False)
+    rows = 200
+    points = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([b"x" * (1 << 20)]))
+    columns = [pa.array(["weights"] * rows), pa.array(range(rows), pa.int32()), points]
+    damaged(place, spark, pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]))
+    with pytest.raises((ValueError, OSError), match=r"byte budget|take more than \d+ bytes"):
+        read(place, spark)
+
+
+def test_files_with_other_columns_are_an_error_that_names_the_place(spark, place):
+    where = damaged(place, spark, pa.table({"part": [1], "chunk": [0], "bytes": [b"x"]}))
+    with pytest.raises(ValueError, match="are not those of a save") as told:
+        read(place, spark)
+    assert where.removeprefix("memory:/") in str(told.value)
+
+
+def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(spark, place):
+    Saved(place, spark).write(METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False)
+    assert read(place, spark) == {"weights": bytes(40 << 20), "rest": b""}
+    (size,) = (size for name, size in native.Store(place).list() if name.endswith(".parquet"))
+    assert 40 << 20 < size < 41 << 20, "what is packed could be larger than its file says"
+    if place.startswith("memory"):
+        (name,) = (name for name, _ in native.Store(place).list() if name.endswith(".parquet"))
+        footer = pq.ParquetFile(pa.BufferReader(native.Store(place).read(name))).metadata
+        assert [footer.row_group(group).num_rows for group in range(footer.num_row_groups)] == [1] * 4
+
+
+def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
+    place = f"{tmp_path}/object"
+    LightningEstimator(model=torch.nn.Linear(1, 1), allow_pickle=True, epochs=3).write().save(place)
+    found = Saved(place, spark)
+    metadata = found.metadata()
+    assert "allow_pickle" not in json.dumps(metadata)
+    forged = {name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")}
+    Saved(place, spark).write(metadata | forged, found.parts(metadata), overwrite=True)
+    loaded = LightningEstimator.load(place)
+    assert (loaded.getEpochs(), loaded.getAllowPickle()) == (3, None)
 
 
 def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignored(spark, tmp_path, monkeypatch):

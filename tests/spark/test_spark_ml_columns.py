@@ -23,7 +23,7 @@ from tests.single.training import Here
 from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
 from farandole.data.columns import Roles
-from farandole.data.sides import split_of
+from farandole.data.splits import split_of
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import prepare_data
 from farandole.spark.common.model import base as model_module

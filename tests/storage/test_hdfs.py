@@ -71,7 +71,7 @@ def test_a_name_service_can_come_as_storage_options(name_service, prefix):
         unknown.exists(f"{unknown.prefix_path}/x")
 
 
-def test_who_has_no_ticket_is_told_so_at_once(kerberos):
+def test_a_process_without_a_ticket_gets_an_error_at_once(kerberos):
     program = f"""
 from farandole.spark.common import Store
 store = Store.create("{kerberos.url}/of-alice/x")
@@ -84,7 +84,7 @@ except PermissionError as error:
     assert re.search(f"not allowed to write: {kerberos.url}/of-alice/x.*kinit", told)
 
 
-def test_what_hdfs_forbids_is_a_permission_error_without_a_stack_of_java(kerberos, monkeypatch):
+def test_a_refusal_of_hdfs_is_a_permission_error_without_a_java_stack(kerberos, monkeypatch):
     for name, value in kerberos.environment.items():
         monkeypatch.setenv(name, value)
     store = Store.create(f"{kerberos.url}/of-others/x")
@@ -120,7 +120,7 @@ def test_training_processes_have_the_ticket_too(kerberos, prefix, monkeypatch):
     assert store.exists(f"{store.get_run_path('run')}/checkpoint")
 
 
-def test_what_killed_uploads_leave_is_deleted_with_the_next_preparation(hdfs, prefix):
+def test_the_next_preparation_deletes_the_remains_of_killed_uploads(hdfs, prefix):
     place = native.Store(f"{hdfs.url}/{prefix}")
     leavings = [".part-0.parquet.tmp.1", "inner/.part-1.parquet.tmp.1"]
     for name in (*leavings, "part-0.parquet", ".tmp", "x.tmp.1"):

@@ -53,7 +53,7 @@ def test_secrets_are_in_no_text(s3_options, prefix):
     assert "hidden" not in str(refused.value)
 
 
-def test_what_a_bucket_refuses_names_the_whole_path(s3_options, prefix):
+def test_an_error_of_a_bucket_names_the_whole_path(s3_options, prefix):
     store = Store.create(f"s3://no-such-bucket/{prefix}", storage_options=s3_options)
     with pytest.raises(OSError, match=f"s3://no-such-bucket/{prefix}"):
         store.check_writable()

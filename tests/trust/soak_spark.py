@@ -7,6 +7,7 @@ python -m tests.trust.soak_spark FITS EVERY
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -82,6 +83,15 @@ def temporary_files():
     return [name for _, _, names in os.walk(os.environ["TMPDIR"]) for name in names]
 
 
+def threads(java):
+    """Threads of Java, without those of the pools that Spark keeps for a minute (at most 100 each)."""
+    names = []
+    for task in (java / "task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text())
+    return sum(not name.startswith(("block-manager-a", "block-manager-s")) for name in names)
+
+
 def held(session):
     """What the driver holds now."""
     context = session.sparkContext
@@ -106,7 +116,7 @@ def held(session):
         "temporary files": len(temporary_files()),
         "memory": resident(),
         "descriptors of Java": len(os.listdir(java / "fd")),
-        "threads of Java": len(os.listdir(java / "task")),
+        "threads of Java": threads(java),
     }
 
 

@@ -26,10 +26,12 @@ import torch
 from tests.trust.garbage import altered, cases, mutated, seconds
 
 import farandole
+from farandole._native import store as native
 from farandole.data import ParquetLoader
 from farandole.numpy import plain
 from farandole.runner import warm
-from farandole.spark.torch import tensorfile
+from farandole.spark.common.saving import saved
+from farandole.spark.torch.saving import tensorfile
 
 pytestmark = pytest.mark.timeout(120 + 4 * seconds())
 
@@ -90,6 +92,39 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
             assert "file of tensors" in str(error), error
             refused += 1
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10
+
+    cases(case)
+    assert taken > 0
+    assert refused > 0
+
+
+def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved, "_ROOM", 8 << 20)
+    files = saved._StoreFiles(native.Store(str(tmp_path)))
+    rows = [(part, chunk, bytearray(part.encode() * 2_000)) for part in ("state", "objects") for chunk in range(3)]
+    files.write_rows("data", rows)
+    (path,) = (tmp_path / "data").iterdir()
+    # As it is written now, and as earlier versions wrote it.
+    older = pa.table({"part": [one[0] for one in rows], "chunk": pa.array([one[1] for one in rows], pa.int32())})
+    older = older.append_column("bytes", pa.array([bytes(one[2]) for one in rows]))
+    pq.write_table(older, tmp_path / "older.parquet")
+    sound = [path.read_bytes(), (tmp_path / "older.parquet").read_bytes()]
+    for one in sound:
+        path.write_bytes(one)
+        assert list(files.rows("data")) == [(part, chunk, bytes(data)) for part, chunk, data in rows]
+    taken = refused = 0
+
+    def case(draw):
+        nonlocal taken, refused
+        path.write_bytes(mutated(draw, draw.choice(sound)))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        error = raised((ValueError, OSError), lambda: list(files.rows("data")))
+        if error is None:
+            taken += 1
+        else:
+            assert any(word in str(error) for word in (path.name, str(tmp_path), "column", "byte budget")), error
+            refused += 1
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 128 << 10
 
     cases(case)
     assert taken > 0
@@ -216,7 +251,7 @@ def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monke
             stranger.close()
 
 
-def test_who_changes_a_request_on_the_way_is_not_believed(meeting):
+def test_a_request_that_was_changed_on_the_way_is_refused(meeting):
     server, module = meeting
     door = socket.create_server(("127.0.0.1", 0))
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickle
 import shutil
@@ -15,12 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.single.test_checkpoint_safety import keras_fit, lightning_fit, torch_fit
+from tests.single.test_checkpoint_safety import Line, keras_fit, lightning_fit, torch_fit
 from tests.single.training import estimator, line, linear, write
 
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
 from farandole.spark.common.saving.saved import Saved
+from farandole.spark.lightning import LightningEstimator
+from farandole.spark.lightning import TorchModel as LightningModel
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.stores import seals
 
@@ -172,6 +175,16 @@ def torch_model():
     return TorchModel(model=linear(), feature_columns=["x"], label_columns=["y"]), load
 
 
+def lightning_model():
+    """A model of Lightning's estimator, and the ways to read it without code."""
+
+    def load(path):
+        LightningModel.read().model(Line()).load(path)
+        LightningModel.read().allow_pickle(False).load(path)
+
+    return LightningModel(model=Line(), feature_columns=["x"], label_columns=["y"]), load
+
+
 def keras_model():
     """A model with a class of the user, and the ways to read it without the code that was saved."""
     keras = pytest.importorskip("keras")
@@ -209,10 +222,41 @@ def torch_estimator():
     return made, lambda path: TorchEstimator.read().allow_pickle(False).load(path)
 
 
+def lightning_estimator():
+    """An estimator of a `LightningModule`."""
+    made = LightningEstimator(model=Line(), feature_cols=["x"], label_cols=["y"])
+    return made, lambda path: LightningEstimator.read().allow_pickle(False).load(path)
+
+
+def keras_estimator():
+    """An estimator with a class of the user."""
+    from farandole.spark.keras import KerasEstimator
+
+    model, _ = keras_model()
+    made = KerasEstimator(
+        model=model.getModel(),
+        custom_objects=model.getCustomObjects(),
+        optimizer="sgd",
+        loss="mse",
+        feature_cols=["x"],
+        label_cols=["y"],
+    )
+    return made, lambda path: KerasEstimator.read().allow_pickle(False).load(path)
+
+
+SAVED = [torch_model, lightning_model, keras_model, torch_estimator, lightning_estimator, keras_estimator]
+
+
+@pytest.mark.slow
+def test_every_class_that_can_be_saved_has_a_row():
+    pytest.importorskip("keras")
+    packages = [importlib.import_module(f"farandole.spark.{name}") for name in ("torch", "lightning", "keras")]
+    public = {getattr(package, name) for package in packages for name in package.__all__}
+    assert {type(made()[0]) for made in SAVED} == public
+
+
 @pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "made", [torch_model, *(pytest.param(one, marks=pytest.mark.slow) for one in (keras_model, torch_estimator))]
-)
+@pytest.mark.parametrize("made", [SAVED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAVED[1:])])
 def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(tmp_path, mark, made, poison, spark):
     assert spark
     folder = tmp_path / "saved"

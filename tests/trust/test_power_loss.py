@@ -15,14 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.test_data_prepare import arrays, write
 
+from farandole._native import prepare
 from farandole._native import store as native
+from farandole.data import places
+from farandole.data import prepare as preparing
+from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
+from farandole.spark.common.model.onnx import placed
 from farandole.spark.common.saving import saved
+from farandole.stores import durable, seals
 
 pytestmark = pytest.mark.timeout(300)
 SIZE = 48 << 20
@@ -122,6 +129,106 @@ def test_prepared_data_that_is_complete_is_whole(disk):
     write(folder / "store", [rows])
     with lose_power() as after:
         assert arrays(after / "store" / "train")["x"].tolist() == list(range(20_000))
+
+
+@needs
+def test_the_marker_and_the_records_of_a_run_are_there_with_its_checkpoint(disk, monkeypatch):
+    monkeypatch.setenv(seals.SECRET, "nobody may write a marker without it")
+    folder, lose_power = disk
+    records = ("_record.json", "logs/steps.jsonl", "logs/history.jsonl")
+    for epoch in range(1, 4):
+        run = LocalStore(str(folder)).to_remote("r")
+        for name in records:
+            run.write(name, str(epoch).encode())
+        run.write_checkpoint("checkpoint", archive(str(epoch)))
+        with lose_power() as after:
+            left = LocalStore(str(after)).to_remote("r")
+            # Without the marker, this checkpoint has no seal and is refused.
+            assert text_of(left.resume()) == str(epoch)
+            assert [left.read(name) for name in records] == [str(epoch).encode()] * 3
+
+
+@needs
+def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_there(disk, monkeypatch):
+    folder, lose_power = disk
+    steps = []
+
+    def step(name):
+        sync_names(folder)
+        with lose_power() as after:
+            (train,) = after.glob("intermediate_train_data*")
+            try:
+                steps.append((name, arrays(train)["x"].tolist()))
+            except (OSError, ValueError):
+                steps.append((name, None))
+
+    for owner, name in ((preparing._Part, "finish"), (places, "note"), (prepare, "commit"), (places.Place, "finish")):
+        followed(monkeypatch, owner, name, step)
+    rows = list(map(float, range(5_000)))
+    prepare_data(pd.DataFrame({"x": rows, "y": rows}), LocalStore(str(folder)), label_cols=["y"])
+    assert steps == [("finish", None), ("note", None), ("commit", rows), ("finish", rows)]
+
+
+@needs
+def test_a_model_that_was_exported_is_there_and_so_is_the_one_before_until_then(disk):
+    folder, lose_power = disk
+    for number in range(2):
+        with placed(folder / "model.onnx") as made:
+            made.write_bytes(b"%d" % number * 5_000)
+            made.with_name("weights").write_bytes(b"w%d" % number * 5_000)
+            if number:
+                with lose_power() as after:
+                    assert (after / "model.onnx").read_bytes() == b"0" * 5_000
+        with lose_power() as after:
+            assert (after / "model.onnx").read_bytes() == b"%d" % number * 5_000
+            assert (after / "weights").read_bytes() == b"w%d" % number * 5_000
+
+
+def followed(patch, owner, name, step):
+    """Has every call of a function be followed by a step."""
+    real = getattr(owner, name)
+
+    def call(*arguments, **named):
+        done = real(*arguments, **named)
+        step(name)
+        return done
+
+    patch.setattr(owner, name, call)
+
+
+def sync_names(folder):
+    """Has the names below a directory be on the disk, as the kernel may write them back at any time before contents."""
+    for place, _, _ in os.walk(folder):
+        durable.Disk().sync(Path(place))
+
+
+@needs
+@pytest.mark.parametrize("by_spark", [False, True], ids=["store", "Spark"])
+def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(disk, request, monkeypatch, by_spark):
+    session = request.getfixturevalue("spark")
+    monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
+    folder, lose_power = disk
+    weights = [bytes([number]) * 300_000 for number in range(2)]
+    place, steps = folder / "model", []
+
+    def step(_name):
+        # The worst of what the kernel may write back by itself: the metadata without the data.
+        for path in (place / "metadata").iterdir():
+            durable.Disk().sync(path)
+        sync_names(folder)
+        with lose_power() as after:
+            left = saved.Saved(str(after / "model"), session)
+            found = left.metadata("m")
+            assert left.parts(found) == {"weights": weights[found["n"]]}
+            steps.append(found["n"])
+
+    saved.Saved(str(place), session).write({"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False)
+    second = saved.Saved(str(place), session)
+    for call in ("write_rows", "write_text", "delete"):
+        followed(monkeypatch, second._files, call, step)
+    second.write({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
+    assert steps[:2] == [0, 1]
+    assert set(steps[2:]) == {1}
 
 
 @needs

@@ -31,7 +31,7 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// What the words mean: the subcommand and its arguments; `drop_in`: they are Horovod's, and mean `run`.
+/// Parses the words: the subcommand and its arguments. With `drop_in` they are Horovod's, and mean `run`.
 ///
 /// # Errors
 /// clap's: what is wrong, or help that was asked for.

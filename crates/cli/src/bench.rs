@@ -16,7 +16,7 @@ use farandole::telemetry::{Record, Sink, Stream};
 
 use crate::surroundings::Surroundings;
 
-/// What a rank runs.
+/// The module that a rank runs.
 const WORKER: [&str; 2] = ["-m", "farandole.runner.bench"];
 /// Begins the line that rank 0 prints for each size; seconds follow.
 const ROW: &str = "bench-row ";
@@ -137,7 +137,7 @@ pub(crate) fn bytes(text: &str) -> Result<u64> {
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).with_context(|| format!("not a size: {text}"))
 }
 
-/// What rank 0 measured at one size.
+/// Rank 0's measurement at one size.
 #[derive(Debug, PartialEq)]
 struct Row {
     bytes: u64,

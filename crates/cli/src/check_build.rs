@@ -10,7 +10,7 @@ use farandole::cuda::{Places, built};
 
 use crate::surroundings::{Distribution, Python};
 
-/// What this installation can do; `modules` says who provides which.
+/// The abilities of this installation; `modules` has the package of each module.
 pub(crate) fn check_build(python: &Python, modules: &BTreeMap<String, Vec<Distribution>>) -> String {
     let installed = |module: &str| modules.contains_key(module);
     let mut page = format!("Farandole v{}:\n", env!("CARGO_PKG_VERSION"));
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_installed_has_a_cross() {
+    fn installed_frameworks_have_a_cross() {
         let modules = [("tensorflow".to_owned(), vec![Distribution::default()])].into();
         let page = check_build(&Python::default(), &modules);
         for row in [

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_refused() {
+    fn a_missing_argument_is_refused() {
         for line in ["data", "data prepare a.csv", "data head", "data prepare a --to s --format xml"] {
             assert!(command().try_get_matches_from(line.split(' ')).is_err(), "{line}");
         }

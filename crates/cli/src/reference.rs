@@ -34,7 +34,7 @@ fn shown(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
 
-/// What a command does.
+/// The description of a command.
 fn about(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
@@ -83,7 +83,7 @@ fn spelled(arg: &Arg) -> String {
     names.replace('|', "\\|")
 }
 
-/// What an argument does, and the values that it may have.
+/// The description of an argument, and its possible values.
 fn described(arg: &Arg) -> String {
     let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
     let possible: Vec<String> =

@@ -85,7 +85,7 @@ pub(crate) fn command() -> Command {
         .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("Print one JSON object instead of a table"))
 }
 
-/// What was found out.
+/// The results.
 struct Report {
     cluster: Cluster,
     forming: Forming,
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_its_name() {
+    fn an_invalid_argument_is_refused_by_name() {
         let told = |line: &str| cluster(&read(line).unwrap()).unwrap_err().to_string();
         assert_eq!(
             told("--ranks 8 --hosts 3"),

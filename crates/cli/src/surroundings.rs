@@ -12,7 +12,7 @@ use farandole::telemetry::Metric;
 
 /// The interpreter's side.
 pub trait Surroundings {
-    /// What the signals that came so far ask of the command.
+    /// The request of the signals so far.
     fn wish(&self) -> Wish;
 
     /// The interpreter, and what is installed in it. Nothing is imported to find out.
@@ -21,7 +21,7 @@ pub trait Surroundings {
     /// Folder of the Python package.
     fn package(&self) -> PathBuf;
 
-    /// Who provides the modules of this interpreter, by the module's name at the top. Nothing is imported to find out.
+    /// The packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 
     /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.
@@ -40,7 +40,7 @@ pub trait Surroundings {
     }
 }
 
-/// What the run viewer is told of a job. It never fails the job.
+/// Reports of a job to the run viewer. They never fail the job.
 pub trait Watch: Send + Sync {
     /// Folder for what ranks print, if the store is of this host.
     fn folder(&self) -> Option<PathBuf>;

@@ -126,7 +126,7 @@ pub trait Communicator: Send {
         false
     }
 
-    /// What a user should know of it and is no failure; once.
+    /// A remark for the user that is no failure; given once.
     fn remark(&mut self) -> Option<String> {
         None
     }
@@ -214,7 +214,7 @@ pub trait Event: Send + Sync {
     /// The device.
     fn ordinal(&self) -> u32;
 
-    /// What is put on a stream of the device from now on comes after this; the host waits for nothing.
+    /// Makes later work on a stream of the device wait for this. The host does not wait.
     ///
     /// # Errors
     /// `Device` when the device cannot.
@@ -223,14 +223,14 @@ pub trait Event: Send + Sync {
 
 /// Makes communicators among devices, one of each member. What members know of each other they tell by cards.
 pub trait Fabric: Send + Sync {
-    /// What this member brings with this device, at most [`CARD`] bytes; nothing where it cannot take part.
+    /// This member's card for the device, at most [`CARD`] bytes; empty if it cannot take part.
     fn card(&self, device: u32) -> Vec<u8>;
 
     /// Why members with these cards can have no communicator, if so; whether they can follows from the cards alone. This
     /// is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
 
-    /// What a user should know of the communicator that members with these cards have, where nothing is in the way.
+    /// A remark for the user about the communicator of members with these cards, if they can have one.
     fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
         None
     }

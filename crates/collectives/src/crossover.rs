@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which algorithm an allreduce takes, by its bytes and by where its members live, and whether a reduce-scatter goes by
+//! Chooses the algorithm of an allreduce by its bytes and by its members' hosts, and whether a reduce-scatter goes by
 //! hosts. Results do not depend on it.
 
 use std::collections::BTreeMap;

@@ -34,7 +34,7 @@ pub enum Error {
     /// Members that cannot be reached any more, as a library tells that does not say which.
     #[error("members of a communicator were lost: {reason}")]
     Lost {
-        /// What the library says.
+        /// The library's message.
         reason: String,
     },
     /// A device failed.
@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Transport(_) | Self::Lost { .. } => Fault::Peer,

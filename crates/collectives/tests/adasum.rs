@@ -120,7 +120,7 @@ fn a_rank_with_zeros_changes_nothing() {
 }
 
 #[test]
-fn what_is_no_vector_of_floats_is_refused_by_name() {
+fn a_tensor_that_is_no_vector_of_floats_is_refused_by_name() {
     use farandole_collectives::{Communicator, Token};
     run_world(2, |_, mut communicator| {
         for dtype in [DataType::I32, DataType::Bool, DataType::C64, DataType::F8E4M3, DataType::F8E5M2] {

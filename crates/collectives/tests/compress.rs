@@ -77,7 +77,7 @@ fn sums_of_codes_never_overflow() {
 }
 
 #[test]
-fn what_is_no_number_is_noticed() {
+fn nan_is_noticed() {
     for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         let mut values = numbers(100);
         values[70] = bad;

@@ -163,7 +163,7 @@ fn a_reducescatter_may_write_the_own_part_of_its_input() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_before_anything_moves() {
+fn a_buffer_that_does_not_fit_is_refused_before_a_byte_moves() {
     run_world(2, |rank, mut communicator| {
         use farandole_collectives::{Communicator, Token};
         let says = "buffers do not fit the operation: ";

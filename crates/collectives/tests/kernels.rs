@@ -243,7 +243,7 @@ fn neutral_elements_change_nothing() {
 }
 
 #[test]
-fn what_is_not_defined_is_refused_by_name() {
+fn undefined_operations_are_refused_by_name() {
     let mut out = [0; 16];
     let input = [0; 16];
     let mut refused = |dtype, op, scale| reduce(dtype, op, &[&input[..]], &mut out, scale, 1.0).unwrap_err();

@@ -118,7 +118,7 @@ fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
 }
 
 #[test]
-fn what_sockets_did_not_take_at_once_goes_on_while_everybody_waits() {
+fn bytes_that_sockets_did_not_take_at_once_are_sent_while_all_wait() {
     // More than sockets take, in rings that take it all.
     let count = 12 << 20;
     for algorithm in ["direct", "doubling", "pipeline", "hierarchy"] {
@@ -195,7 +195,7 @@ fn allgather_joins_uneven_parts_in_rank_order() {
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_everybody_has_reached_it() {
+fn all_members_leave_a_barrier_after_the_last_one_reached_it() {
     for size in [1, 2, 3, 8, 9, 13] {
         let reached = AtomicUsize::new(0);
         run_world(size, |_, mut communicator| {

@@ -18,18 +18,18 @@ pub struct Knob {
     pub name: &'static str,
     /// Flag of `farandole run`, when it has one.
     pub flag: Option<&'static str>,
-    /// What values are accepted.
+    /// The accepted values.
     pub expected: &'static str,
     /// Default as text.
     pub default: &'static str,
     /// Whether launchers forward it to workers.
     pub propagate: bool,
-    /// What it does.
+    /// The documentation.
     pub doc: &'static str,
 }
 
 impl Knob {
-    /// What values are accepted, with the limits of this knob.
+    /// The accepted values, with the limits of this knob.
     pub fn takes(&self) -> &'static str {
         if self.expected == Duration::EXPECTED { limits(self.key).expected } else { self.expected }
     }

@@ -11,9 +11,9 @@ use std::time::Duration;
 pub struct Error {
     /// The variable or option.
     pub name: String,
-    /// What would have been accepted.
+    /// The accepted values.
     pub expected: &'static str,
-    /// What was given.
+    /// The given value.
     pub value: String,
 }
 
@@ -49,11 +49,11 @@ pub enum Gradients {
 pub enum LogLevel {
     /// Every single operation.
     Trace,
-    /// What the process does, for those who look for a mistake.
+    /// Details of the process's work, to find errors.
     Debug,
-    /// What happens seldom and is in order.
+    /// Rare events that are no problem.
     Info,
-    /// What may be wrong and is no failure.
+    /// Possible problems that are no failures.
     Warning,
     /// A failure.
     Error,
@@ -81,7 +81,7 @@ impl LogLevel {
 
 /// A type that a knob can have.
 pub trait Value: Sized {
-    /// What is accepted, for messages and the reference page.
+    /// The accepted values, for messages and the reference page.
     const EXPECTED: &'static str;
     /// Reads one value; `None` when the text is none.
     fn parse(text: &str) -> Option<Self>;

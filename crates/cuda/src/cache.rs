@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_compiled_once_is_read_by_the_next() {
+    fn a_compiled_kernel_is_read_by_the_next_process() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::new(folder.path().join("a/b"));
         assert_eq!(cache.get_or("source", 90, (13, 2), || Ok(vec![1, 2])).unwrap(), [1, 2]);

@@ -30,14 +30,14 @@ pub struct Gpu {
     opened: Mutex<Option<Arc<Open>>>,
 }
 
-/// What there is of a GPU that is used.
+/// The parts of a GPU that is in use.
 struct Open {
     context: Arc<Context>,
     /// Copies to the host, and copies from it: both directions of the link work at a time.
     inward: Stream,
     outward: Stream,
     marks: Mutex<Vec<Mark>>,
-    /// Of copies that only streams wait for: kept until they are done.
+    /// Buffers of copies that only streams wait for: kept until the copies are done.
     limbo: Mutex<Vec<(Mark, Vec<Buffer>)>>,
     pool: Pool<Lock>,
 }
@@ -267,7 +267,7 @@ struct Reached {
     done: Mutex<bool>,
     /// The last stream that was told to wait for it: its tensors are used in the order of streams from then on.
     held: Mutex<Option<usize>>,
-    /// What our work before it reads and writes; nothing where it is the framework's.
+    /// Buffers that our earlier work reads and writes; empty if the work is the framework's.
     keep: Vec<Buffer>,
 }
 

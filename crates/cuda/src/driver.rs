@@ -126,7 +126,7 @@ pub struct Driver {
     table: Arc<Table>,
 }
 
-/// What a device is.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Such as `NVIDIA H100`.
@@ -204,7 +204,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// What a device is; no context is made to find out.
+    /// The properties of a device. No context is made for it.
     ///
     /// # Errors
     /// `Driver` when there is no such device.

@@ -35,9 +35,9 @@ pub enum Error {
     Version {
         /// Where it is.
         path: String,
-        /// What it says.
+        /// The version that it reports.
         version: String,
-        /// What is needed.
+        /// The lowest version that works.
         least: &'static str,
     },
     /// A function of the driver failed.
@@ -45,7 +45,7 @@ pub enum Error {
     Driver {
         /// Which.
         function: &'static str,
-        /// Of which device.
+        /// The number of the device.
         ordinal: u32,
         /// The driver's words.
         reason: String,
@@ -92,7 +92,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Arguments { .. } | Self::Captured { .. } => Fault::Usage,

@@ -80,7 +80,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// What a knob named, separated by colons, and the packages next to this library.
+    /// The folders of a knob, separated by colons, and the packages next to this library.
     pub fn of(named: &str) -> Self {
         let named = named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
         // The library this function is in: an extension in a package next to others.

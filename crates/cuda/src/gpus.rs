@@ -37,7 +37,7 @@ pub struct Gpus {
 }
 
 impl Gpus {
-    /// None is looked for yet.
+    /// Creates the object without a search for GPUs.
     pub fn new(places: Places) -> Self {
         Self { places: Mutex::new(places), ..Self::default() }
     }
@@ -244,13 +244,13 @@ fn share(cards: &[Option<Card>]) -> bool {
     first.neighbours != 0 && (1..MEMBERS).contains(&others.len()) && others.iter().all(alike)
 }
 
-/// What a member brings.
+/// The offer of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Card {
     uuid: [u8; 16],
-    /// Of NCCL; 0 where there is none.
+    /// The version of NCCL; 0 if there is none.
     version: i32,
-    /// What counts where all have it: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
+    /// Abilities that count if all members have them: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
     abilities: u8,
     /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
     neighbours: u64,
@@ -262,12 +262,12 @@ const ROOMS: u8 = 1;
 const REGISTERS: u8 = 2;
 /// NCCL reduces floats of eight bits.
 const FLOAT8: u8 = 4;
-/// What the name of a communicator by CUDA IPC begins with: one of NCCL says there what all members are able to.
+/// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all members.
 const IPC: u8 = 0x80;
 
 /// A mark of there being a card, the GPU, the version, what it is able to, and its neighbours.
 const WRITTEN: usize = 1 + 16 + 4 + 1 + 8;
-/// What all are able to, and NCCL's name.
+/// The length of the abilities and of NCCL's name.
 const NAME: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(WRITTEN <= CARD && NAME < CARD, "a card has room for it");
 const _: () = assert!(ipc::WRITTEN < NAME, "names are read up to the length of the longest");
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_find_the_mailbox_or_has_another_gpu_is_no_neighbour() {
+    fn a_member_without_the_mailbox_or_with_another_gpu_is_no_neighbour() {
         let folder = tempfile::tempdir().unwrap();
         let gpus = gpus(nccl()).with_ipc(Cache::new(folder.path()));
         let own = Card::read(&gpus.card(1)).unwrap();
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_driver_or_no_nccl_or_another_one_is_named() {
+    fn a_member_without_the_driver_or_the_same_nccl_is_named() {
         let (gpus, missing) = (gpus(nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
         let card = gpus.card(0);

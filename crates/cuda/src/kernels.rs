@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_does_is_refused_by_name() {
+    fn operations_that_no_kernel_does_are_refused_by_name() {
         assert_eq!(move_name(DataType::F32, DataType::Bf16, 0.5).unwrap(), "f32_bf16");
         assert_eq!(move_name(DataType::C64, DataType::C64, 1.0).unwrap(), "u64");
         assert_eq!(move_name(DataType::F8E4M3, DataType::F8E4M3, 1.0).unwrap(), "u8");

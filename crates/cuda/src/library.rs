@@ -53,7 +53,7 @@ impl Library {
         })
     }
 
-    /// What it was asked for by.
+    /// The name by which it was requested.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -12,7 +12,7 @@ const LEAST: usize = 64 << 10;
 /// Bytes that are kept for later while nobody uses them.
 const KEEP: usize = 512 << 20;
 
-/// What the pool asks of its device.
+/// The operations of a device that the pool needs.
 pub trait Locks: Send + Sync {
     /// Locks memory in place; false where that cannot be, which only makes copies slower.
     fn lock(&self, memory: &Memory) -> bool;

@@ -66,7 +66,7 @@ fn a_mistake_is_told_in_the_compilers_words() {
 }
 
 #[test]
-fn what_was_compiled_is_found_by_the_next_process() {
+fn a_compiled_program_is_found_by_the_next_process() {
     let Some(compiler) = compiler() else { return };
     let folder = tempfile::tempdir().unwrap();
     let source = "extern \"C\" __global__ void nothing() {}";

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What one element is. Names are NumPy's.
+/// The type of one element. Names are NumPy's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Element {

@@ -13,7 +13,7 @@ pub enum Error {
     /// The text is no manifest.
     #[error("not a manifest: {source}")]
     Syntax {
-        /// What the parser said.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// Written by a version that we do not know.
@@ -33,9 +33,9 @@ pub enum Error {
     /// No such column.
     #[error("no column {name}, there are: {}", known.join(", "))]
     Column {
-        /// What was asked for.
+        /// The requested column.
         name: String,
-        /// What there is.
+        /// The existing columns.
         known: Vec<String>,
     },
     /// A size, rank or batch size that cannot be.

@@ -23,7 +23,7 @@ pub fn checksum(chunk: &[u8]) -> u32 {
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// What a column is for.
+/// The role of a column.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -41,7 +41,7 @@ pub enum Role {
 pub struct Column {
     /// Its name.
     pub name: String,
-    /// What it is for.
+    /// Its role.
     #[serde(default)]
     pub role: Role,
     /// Type of one element.
@@ -128,12 +128,12 @@ impl DataFile {
     }
 }
 
-/// What a directory of Parquet holds.
+/// The content of a directory of Parquet files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Version of this format.
     pub format: u32,
-    /// What the data was made from.
+    /// The source of the data.
     pub fingerprint: String,
     /// URL of the directory that paths are relative to, when it is not the manifest's own: files that somebody else wrote
     /// stay where they are.

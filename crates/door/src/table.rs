@@ -11,7 +11,7 @@ pub const VERSION: u32 = 2;
 /// Name of the capsule that holds the address of a [`Door`].
 pub const CAPSULE: &CStr = c"farandole.door";
 
-/// What all requests of one submission share.
+/// The common values of all requests of one submission.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Call {
@@ -69,7 +69,7 @@ pub struct Output {
     pub address: *mut c_void,
     /// Its length.
     pub bytes: usize,
-    /// What [`Door::free`] takes to free it; null when there is nothing to free.
+    /// The argument for [`Door::free`]; null if there is nothing to free.
     pub owner: *mut c_void,
     /// First dimension of each member's part: all-gather and all-to-all.
     pub rows: *const u64,

@@ -74,7 +74,7 @@ impl Agreed {
         }
     }
 
-    /// What one member brings.
+    /// The row counts of one member.
     pub(crate) fn counts_of(&self, member: u32) -> &[u64] {
         let counts = self.signature.call.counts();
         self.rows.get(member as usize * counts..).and_then(|rows| rows.get(..counts)).unwrap_or_default()

@@ -17,7 +17,7 @@ use crate::{Error, Handle, Kind, Request, Result};
 /// Scale factors that change nothing.
 const PLAIN: (u64, u64) = (1f64.to_bits(), 1f64.to_bits());
 
-/// Who asks.
+/// The place of the calling rank.
 pub(crate) struct Place<'a> {
     /// Members of the process set.
     pub(crate) ranks: &'a [Rank],
@@ -108,7 +108,7 @@ impl Place<'_> {
         }
     }
 
-    /// What the output must have. Where rows are counted, that is known only when all ranks have come.
+    /// The bytes of the output. If rows are counted, they are unknown until all ranks have submitted.
     fn output_bytes(&self, signature: &Signature) -> Option<u64> {
         match signature.call {
             Call::Allgather | Call::Alltoall { .. } => None,

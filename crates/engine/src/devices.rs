@@ -10,7 +10,7 @@ use parking_lot::RwLock;
 
 use crate::signature::Site;
 
-/// What all sets of an engine share of devices.
+/// The devices that all sets of an engine share.
 #[derive(Default)]
 pub(crate) struct Devices {
     known: RwLock<Vec<Arc<dyn Device>>>,

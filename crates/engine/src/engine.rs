@@ -26,7 +26,7 @@ use crate::set::{ProcessSet, Shared, share_of};
 use crate::timeline::Tracer;
 use crate::{Cause, Completion, EngineOptions, Error, Handle, Request, Result, SetOptions, background};
 
-/// What an engine has done, over all process sets.
+/// The work of an engine, over all process sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Control messages sent.
@@ -311,7 +311,7 @@ impl Engine {
         self.inner.desk.lock().stopped().cloned()
     }
 
-    /// What the engine has done.
+    /// The work of the engine.
     pub fn statistics(&self) -> Statistics {
         let driver = self.inner.summon();
         let total = driver.sets.iter().map(|set| set.statistics).fold(driver.past, Statistics::plus);
@@ -369,7 +369,7 @@ impl Engine {
         Ok(desk.admit(submission, callback))
     }
 
-    /// What can be told without other ranks.
+    /// Checks that need no other rank.
     fn check(&self, request: Request, group: (u64, u32), since: Instant) -> Result<Submission> {
         let Member { key, ranks } = self.member(request.process_set)?;
         let place = Place { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };

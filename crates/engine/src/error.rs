@@ -102,7 +102,7 @@ pub enum Error {
     Splits {
         /// The tensor.
         tensor: Arc<str>,
-        /// What they must be, and what they are.
+        /// The expected and the actual value.
         reason: String,
     },
     /// A group needs members, all of one process set.
@@ -133,7 +133,7 @@ pub enum Error {
     Mismatch {
         /// The tensor.
         tensor: Arc<str>,
-        /// What differs, then what every rank submitted.
+        /// The difference, then the submission of every rank.
         text: Arc<str>,
     },
     /// The operation is not defined for these elements. Comes from `wait`, on every rank; the engine continues.
@@ -228,7 +228,7 @@ pub enum Cause {
     /// The ranks put a tensor into different groups. Every rank is told the same.
     #[error("{text}")]
     Disagreement {
-        /// What differs, then what every rank submitted.
+        /// The difference, then the submission of every rank.
         text: String,
     },
     /// An operation took longer than the collective timeout.
@@ -274,7 +274,7 @@ impl fmt::Display for Waiting<'_> {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::DuplicateName { .. }
@@ -308,7 +308,7 @@ impl Cause {
         matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
     }
 
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::ShutDown | Self::Departed { .. } => Fault::Membership,

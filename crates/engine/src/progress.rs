@@ -4,7 +4,7 @@
 //! Progress: waiting threads help, and the holder of the progress lock drives for all.
 //!
 //! Locks, in the order in which they may be taken: `progress`, then `desk`. `background` is taken alone.
-//! What they tell each other without a lock is in [`signals`].
+//! [`signals`] contains what they exchange without a lock.
 
 mod drive;
 mod patience;
@@ -33,7 +33,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// How long a waiter spins for the progress lock before it sleeps.
 const CONTEND: Duration = Duration::from_micros(20);
 
-/// What the progress lock guards.
+/// The state under the progress lock.
 pub(crate) struct Driver {
     pub(crate) sets: Vec<ProcessSet>,
     intake: VecDeque<Submission>,
@@ -45,7 +45,7 @@ pub(crate) struct Driver {
     patience: Patience,
     /// Grows with every result posted.
     posted: u64,
-    /// Of sets that were removed.
+    /// Statistics of removed sets.
     pub(crate) past: Statistics,
     pub(crate) stopped: bool,
 }

@@ -19,7 +19,7 @@ pub(crate) struct Member {
     pub(crate) ranks: Arc<[Rank]>,
 }
 
-/// What a number stands for. Taken alone, or before the progress lock.
+/// The set of each number. The lock is taken alone, or before the progress lock.
 #[derive(Default)]
 pub(crate) struct Registry(RwLock<State>);
 

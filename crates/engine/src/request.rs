@@ -67,7 +67,7 @@ pub enum Kind {
     Change(Change),
 }
 
-/// What is asked for.
+/// The request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// A set of these ranks, ascending.

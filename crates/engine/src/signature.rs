@@ -39,7 +39,7 @@ pub(crate) enum Call {
     },
 }
 
-/// What an agreement is about.
+/// The kind of an agreement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Topic {
     /// A process set of the ranks in the shape.
@@ -74,7 +74,7 @@ impl Topic {
 }
 
 impl Signature {
-    /// What a meeting is about, where the name of its kind does not say it.
+    /// The matter of a meeting, if the name of its kind does not state it.
     pub(crate) fn matter(&self) -> Option<Box<str>> {
         matches!(self.call, Call::Change(_)).then(|| self.to_string().into())
     }
@@ -354,7 +354,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_was_agreed_on_for_mixed_memory_is_right_for_any() {
+    fn an_agreement_for_mixed_memory_is_right_for_any_memory() {
         let at = |site| Signature { site, ..plain(&[2]) };
         for (agreed, own, covers) in [
             (Site::Host, Site::Host, true),

@@ -40,10 +40,10 @@ impl Observer for Silent {
     fn stalled(&self, _report: &StallReport) {}
 }
 
-/// What the threads of a missing rank do.
+/// The stacks of a missing rank's threads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stack {
-    /// Nobody in that process can tell.
+    /// No thread of that process can report them.
     Unknown,
     /// They do not answer: one of them holds the interpreter, or the process does not run.
     Silent,
@@ -102,7 +102,7 @@ pub struct Stall {
     pub fatal: bool,
 }
 
-/// What a rank that is missing somewhere waits in instead.
+/// The wait of a rank that is missing elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wait {
     /// The operation, and its process set if that is not the global one.
@@ -120,9 +120,9 @@ pub struct Absentee {
     pub rank: Rank,
     /// Its host.
     pub host: String,
-    /// What it waits in; a few of them. `None`: it did not answer.
+    /// Its waits, a few of them; `None` if it did not answer.
     pub waits: Option<Vec<Wait>>,
-    /// What its threads do.
+    /// The stacks of its threads.
     pub stack: Stack,
 }
 
@@ -131,7 +131,7 @@ pub struct Absentee {
 pub struct StallReport {
     /// The process set.
     pub set: ProcessSetId,
-    /// What counts as too long.
+    /// The time after which a wait is too long.
     pub limit: Duration,
     /// The tensors, the one that has waited longest first.
     pub stalls: Vec<Stall>,
@@ -166,7 +166,7 @@ impl StallReport {
 }
 
 impl StallReport {
-    /// What ends the job when its ranks have waited in different meetings for too long.
+    /// The error that ends the job if its ranks have waited in different meetings for too long.
     pub(crate) fn parting(&self, lasted: Duration) -> String {
         let mut text = format!(
             "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in a barrier, a join \

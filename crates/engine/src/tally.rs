@@ -13,7 +13,7 @@ use crate::set::what;
 use crate::signature::{Call, Signature};
 use crate::wire::{Malformed, Read, Reader, Writer};
 
-/// What some members want, who they are, and the row counts that each of them brings, member by member.
+/// A wish of some members, these members, and the row counts of each of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Variant {
     pub(crate) signature: Signature,
@@ -21,7 +21,7 @@ pub(crate) struct Variant {
     pub(crate) rows: Vec<u64>,
 }
 
-/// What one source (this member, or everybody below one child) wants.
+/// The wish of one source: this member, or all members below one child.
 #[derive(Clone, Debug)]
 pub(crate) enum Wish {
     /// Exactly what was agreed on before, by all but some that have joined.
@@ -262,7 +262,7 @@ enum Part {
     List(Vec<u64>),
 }
 
-/// What must not differ, and how to look at it.
+/// The values that must not differ, and the way to compare them.
 type Rule = (&'static str, fn(&Signature) -> Part);
 
 /// In the order in which they are looked at; `{}` stands for the operation.

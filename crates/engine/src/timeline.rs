@@ -16,7 +16,7 @@ use farandole_world::World;
 use crate::signature::Call;
 use crate::{Engine, Error, Result};
 
-/// What stands for the rank in the path of a timeline.
+/// The placeholder of the rank in the path of a timeline.
 pub const RANK_PLACEHOLDER: &str = "{rank}";
 
 /// Hears of every operation while anybody listens.

@@ -36,7 +36,7 @@ impl Writer<'_> {
     }
 }
 
-/// What is wrong with a frame.
+/// The error of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Malformed {
     #[error("it ends early")]
@@ -127,7 +127,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(numbers in prop::collection::vec(any::<u64>(), 0..20), text: String, fixed: u64) {
+        fn written_values_are_read(numbers in prop::collection::vec(any::<u64>(), 0..20), text: String, fixed: u64) {
             let mut frame = Vec::new();
             let mut writer = Writer(&mut frame);
             writer.numbers(numbers.iter().copied());

@@ -14,7 +14,7 @@ use farandole::session::{self, Session};
 use farandole::world::{ProcessSetId, Rank};
 use parking_lot::Mutex;
 
-/// What one session has given out.
+/// The numbers that one session has given out.
 #[derive(Default)]
 struct Counts {
     of: Weak<Session>,
@@ -34,7 +34,7 @@ fn counted<T>(session: &Arc<Session>, look: impl FnOnce(&mut Counts) -> T) -> T 
     look(counts.insert(known))
 }
 
-/// What completes a name in a set of this session, with a dot before it.
+/// The suffix of a name in a set of this session, with a dot before it.
 pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank]>) -> String {
     counted(session, |counts| {
         let everybody = set == ProcessSetId::GLOBAL;

@@ -46,7 +46,7 @@ pub enum Output {
     Sink(Arc<dyn Sink>),
 }
 
-/// What an agent has to do.
+/// The task of an agent.
 #[derive(Clone)]
 pub struct Task {
     /// How to reach the registrar.
@@ -91,7 +91,7 @@ pub struct Outcome {
     pub how: Option<How>,
     /// The last lines of its stderr.
     pub stderr_tail: Vec<String>,
-    /// What it wrote to its result pipe.
+    /// The bytes that it wrote to its result pipe.
     pub result: Option<Vec<u8>>,
     /// Whether something else ended it: the job's abort, or another rank's failure.
     pub aborted: bool,
@@ -121,7 +121,7 @@ impl Outcome {
     }
 }
 
-/// What an agent waits for once its worker runs.
+/// The events that an agent waits for once its worker runs.
 enum Signal {
     Exited,
     Stop(Verdict),
@@ -208,11 +208,11 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.cancel("nobody waits for the agent any more");
+        self.cancel("the agent is no longer needed");
     }
 }
 
-/// What a worker is told of its place when it starts.
+/// The variables of a worker's place at its start.
 struct Place {
     /// `None` in an elastic job, where it asks.
     rank: Option<Rank>,
@@ -259,7 +259,7 @@ impl Run {
         }
     }
 
-    /// What an error before there was a worker comes to.
+    /// The outcome of an error before there was a worker.
     fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
         let task = self.task.task;
         let mut again = false;

@@ -22,7 +22,7 @@ use crate::shell::Shell;
 /// Where the MPI operator of Kubernetes puts the program.
 const KUBECTL: &str = "/opt/kube/kubectl";
 
-/// What looks up a variable of the environment, and what reads a file: a test plays both.
+/// Looks up variables of the environment, and reads files: a test replaces both.
 pub trait Surroundings {
     /// The variable's value, if it is set and not empty.
     fn variable(&self, name: &str) -> Option<String>;
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_understood_is_named() {
+    fn an_invalid_value_is_named() {
         let message = |here: &Played| allocation(here).unwrap_err().to_string();
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
         assert!(message(&played(&slurm, &[])).ends_with("SLURM_JOB_NODELIST cannot be understood: a[1-"));

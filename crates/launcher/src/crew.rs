@@ -15,17 +15,17 @@ use crate::remote::{Notice, Remote, RemoteTasks};
 use crate::shell::Shell;
 use crate::work::Work;
 
-/// What the caller wants of a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
+/// The caller's wish for a running job. Later wishes are harsher; an earlier one after a later one changes nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wish {
-    /// That it continues.
+    /// The job continues.
     #[default]
     GoOn,
-    /// That it ends, with time for a last checkpoint: SIGINT to the workers.
+    /// The job ends, with time for a last checkpoint: SIGINT to the workers.
     Interrupt,
-    /// That it ends soon: SIGTERM.
+    /// The job ends soon: SIGTERM.
     Terminate,
-    /// That it ends now: SIGKILL.
+    /// The job ends now: SIGKILL.
     Kill,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Elsewhere {
     pub(crate) silent_since: Option<Instant>,
 }
 
-/// What is heard of those who work.
+/// An event of an agent.
 pub(crate) enum News {
     /// A worker ended, or could not be run.
     Ended { task: u32, outcome: Result<Outcome> },
@@ -107,7 +107,7 @@ impl<'a> Crew<'a> {
         Ok(())
     }
 
-    /// What has been heard since the last call.
+    /// The events since the last call.
     pub(crate) fn news(&mut self) -> Vec<News> {
         let mut news = Vec::new();
         self.agents.retain(|task, agent| match agent.wait(Duration::ZERO) {

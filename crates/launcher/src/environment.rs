@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_workers_of_elastic_jobs_have_is_set_for_them_and_removed_for_others() {
+    fn variables_of_elastic_workers_are_set_for_them_and_removed_for_others() {
         let secret = farandole_registrar::Secret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
         let ticket = secret.ticket(vec!["a:1".to_owned()]).unwrap();
         let told = unranked(&ticket, TaskId(3), Duration::from_secs(7));

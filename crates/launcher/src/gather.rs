@@ -69,7 +69,7 @@ fn newest(folder: &Path) -> Option<PathBuf> {
     files.max_by_key(|entry| entry.metadata().and_then(|told| told.modified()).ok()).map(|entry| entry.path())
 }
 
-/// What can go wrong: files, and the registrar.
+/// Errors of files and of the registrar.
 type Failure = Box<dyn std::error::Error>;
 
 /// Sends the file of a rank; what came before it and is in a file of its own comes first.

@@ -35,14 +35,14 @@ const SILENT: Duration = Duration::from_secs(2);
 /// How long hosts may take to end their workers once the job is over.
 const ENDING: Duration = Duration::from_secs(20);
 
-/// What to run, and where.
+/// The program to run, and the hosts.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// Number of processes.
     pub num_proc: u32,
     /// Hosts and their slots, in the order of ranks; none means this host alone.
     pub hosts: Vec<HostSlots>,
-    /// What each process runs.
+    /// The program of each process.
     pub work: Work,
 }
 

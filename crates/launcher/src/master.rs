@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where frameworks with a rendezvous of their own meet.
+//! The meeting point of frameworks with their own rendezvous.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};

@@ -60,7 +60,7 @@ const KINDS: [(Kind, u8); 8] = [
     (Kind::Result, b'R'),
 ];
 
-/// Who answers.
+/// The identity of the answering process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Version of the words.
@@ -76,7 +76,7 @@ pub struct Hello {
 }
 
 impl Hello {
-    /// What this process says of itself.
+    /// The identity of this process.
     pub fn new(python: String, executable: String) -> Self {
         let farandole = env!("CARGO_PKG_VERSION").to_owned();
         let host = farandole_registrar::host::facts().hostname;
@@ -84,7 +84,7 @@ impl Hello {
     }
 }
 
-/// What an agent is to do.
+/// The order for an agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Order {
     pub(crate) ticket: String,
@@ -164,7 +164,7 @@ impl Ended {
         TaskId(self.task)
     }
 
-    /// What it says, for the launcher; an agent that could not run its worker is an error that names `host`.
+    /// Its content, for the launcher; an agent that could not run its worker is an error that names `host`.
     pub(crate) fn outcome(self, host: &str, result: Option<Vec<u8>>) -> Result<Outcome> {
         if let Some(reason) = self.refused {
             return Err(Error::Host { host: host.to_owned(), reason });

@@ -30,7 +30,7 @@ const TAIL: usize = 12;
 /// How long the last words on stderr may take once the agent is gone.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What to run on another host.
+/// The program to run on another host.
 #[derive(Clone, Debug)]
 pub struct RemoteTasks {
     /// The host, as its shell knows it.
@@ -70,7 +70,7 @@ pub struct RemoteTasks {
     pub lasting: bool,
 }
 
-/// What is heard of another host.
+/// An event of another host.
 #[derive(Debug)]
 pub enum Notice {
     /// Its agent has started and has its order.
@@ -245,7 +245,7 @@ fn converse(
 enum Said {
     /// It is not one that we may work with.
     Refused(String),
-    /// What came was not understood, or could not be answered.
+    /// A message was not understood, or could not be answered.
     Broken(io::Error),
 }
 
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_login_shell_prints_is_skipped() {
+    fn output_of_a_login_shell_is_skipped() {
         let mut input = io::Cursor::new([b"Welcome!\n\xff\n", GREETING.as_bytes(), b"\nrest"].concat());
         skip_chatter(&mut input).unwrap();
         let mut rest = String::new();

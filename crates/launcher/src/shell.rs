@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// What stands for the host in a shell's words.
+/// The placeholder of the host in a shell's words.
 const HOST: &str = "{host}";
 /// How long ssh waits for a connection by default.
 const CONNECT: Duration = Duration::from_secs(10);

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::remote::RemoteTasks;
 use crate::shell::Shell;
 
-/// What every worker of a job runs, and how other hosts are reached.
+/// The program of every worker of a job, and the way to reach other hosts.
 #[derive(Clone, Debug)]
 pub struct Work {
     /// Program and arguments.

@@ -42,7 +42,7 @@ const SLICE: Duration = Duration::from_millis(50);
 /// Takes a worker's lines; blocks to slow it down.
 pub(crate) type TakeLine = Arc<dyn Fn(Stream, String) + Send + Sync>;
 
-/// What to start.
+/// The program to start.
 pub(crate) struct Start {
     pub(crate) command: Vec<String>,
     /// Changes to the inherited environment; `None` removes.
@@ -63,7 +63,7 @@ pub(crate) enum Manner {
     Kill,
 }
 
-/// What a wait for a worker's exit came to.
+/// The result of a wait for a worker's exit.
 pub(crate) enum Waited {
     /// It has ended.
     Exited,
@@ -73,7 +73,7 @@ pub(crate) enum Waited {
     Hurried(Manner),
 }
 
-/// What is left of a worker.
+/// The end of a worker, its last lines and its result.
 pub(crate) struct Remains {
     pub(crate) how: How,
     pub(crate) stderr_tail: Vec<String>,
@@ -377,7 +377,7 @@ fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'stati
         .map_err(|source| Error::System { what: "starting a thread", source })
 }
 
-/// What a thread returned, if it ends in time; otherwise it is left alone.
+/// The result of a thread, if it ends in time; otherwise it is left alone.
 fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {

@@ -13,13 +13,13 @@ pub enum Error {
     /// The specification is no JSON of the right form.
     #[error("not a specification: {source}")]
     Spec {
-        /// What the parser said.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// A value of the specification that cannot be.
     #[error("{what}: {value}")]
     Value {
-        /// What is wrong.
+        /// The reason why it is invalid.
         what: &'static str,
         /// The value.
         value: String,
@@ -27,9 +27,9 @@ pub enum Error {
     /// A column that the batches do not have.
     #[error("no column {column}, there are: {}", known.join(", "))]
     Column {
-        /// What was asked for.
+        /// The requested column.
         column: String,
-        /// What there is.
+        /// The existing columns.
         known: Vec<String>,
     },
     /// A type that cannot be trained on.
@@ -103,7 +103,7 @@ pub enum Error {
         column: String,
         /// Its type.
         kind: String,
-        /// What was asked for.
+        /// The requested value.
         fill: String,
     },
     /// A text in a validation column that says neither side.
@@ -139,11 +139,11 @@ pub enum Error {
         column: String,
         /// Type and shape in one.
         first: String,
-        /// That partition.
+        /// The number of the partition.
         first_partition: u64,
         /// Type and shape in the other.
         second: String,
-        /// That partition.
+        /// The number of the partition.
         second_partition: u64,
     },
     /// A vector that contradicts itself.
@@ -175,7 +175,7 @@ pub enum Error {
     /// A summary that was not written by `finish`.
     #[error("not a summary of a partition: {source}")]
     Summary {
-        /// What the parser said.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// A file is not what its writer left.
@@ -195,9 +195,9 @@ pub enum Error {
     Damaged {
         /// The file.
         path: String,
-        /// What its bytes give.
+        /// The checksum of its bytes.
         found: String,
-        /// What they gave when they were written.
+        /// Their checksum when they were written.
         expected: String,
     },
     /// Used after its end.
@@ -214,7 +214,7 @@ pub enum Error {
     Parquet {
         /// The file.
         path: String,
-        /// What it said.
+        /// Its error.
         source: parquet::errors::ParquetError,
     },
     /// The Arrow library.
@@ -222,7 +222,7 @@ pub enum Error {
     Arrow {
         /// The column.
         column: String,
-        /// What it said.
+        /// Its error.
         source: arrow::error::ArrowError,
     },
     /// The manifest.
@@ -230,7 +230,7 @@ pub enum Error {
     Manifest(#[from] farandole_dataset::Error),
 }
 
-/// What a caller may do about it.
+/// The reactions that are open to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The data or the request.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What to prepare, the same for all partitions.
+//! The description of a preparation, the same for all partitions.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub enum Validation {
     Column(String),
 }
 
-/// What to prepare.
+/// The description of a preparation.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Spec {
@@ -68,7 +68,7 @@ pub struct Spec {
     /// mostly zeros.
     #[serde(default)]
     pub compress_sparse: bool,
-    /// What replaces nulls and NaN, as text, by column; `"*"` stands for all other columns it makes sense for.
+    /// The replacement of nulls and NaN, as text, by column; `"*"` is for all other columns that can hold it.
     /// Without it they are errors.
     #[serde(default)]
     pub fill: BTreeMap<String, String>,
@@ -78,7 +78,7 @@ pub struct Spec {
     /// Rows of a row group; chosen by size when absent.
     #[serde(default)]
     pub row_group_rows: Option<u64>,
-    /// What the data is made from.
+    /// The source of the data.
     #[serde(default)]
     pub fingerprint: String,
 }
@@ -123,13 +123,13 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What replaces nulls and NaN of `column`, and whether it was meant for this column alone.
+    /// The replacement of nulls and NaN of `column`, and whether it was given for this column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
-    /// What `column` is for.
+    /// The role of `column`.
     pub fn role(&self, column: &str) -> Role {
         if self.weight.as_deref() == Some(column) {
             Role::Weight
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_its_value() {
+    fn an_invalid_specification_is_refused_with_its_value() {
         for (text, expected) in [
             (r#"{"train": "t", "val": "v", "validation": {"fraction": 1.5}}"#, "must be in [0, 1): 1.5"),
             (r#"{"train": "t", "validation": {"fraction": 0.5}}"#, "a place to go to"),

@@ -14,7 +14,7 @@ use crate::summary::Summary;
 /// Bytes that are read at once.
 const PIECE: u64 = 8 << 20;
 
-/// What was looked at, and what is wrong with it.
+/// The verified files, and the problems that were found.
 #[derive(Debug, Default)]
 pub struct Verified {
     /// Files.

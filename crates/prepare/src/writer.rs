@@ -19,7 +19,7 @@ use crate::spec::{Spec, Validation};
 use crate::split::{Sides, by_bound, by_column, by_fraction, hashes};
 use crate::summary::Summary;
 
-/// What the first batch with rows decided.
+/// The decisions from the first batch with rows.
 struct Layout {
     schema: SchemaRef,
     columns: Vec<Column>,

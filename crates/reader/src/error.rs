@@ -145,7 +145,7 @@ pub enum Error {
         group: usize,
         /// The column.
         column: String,
-        /// What the library said.
+        /// The library's error.
         source: parquet::errors::ParquetError,
     },
     /// A file whose footer cannot be read.
@@ -153,7 +153,7 @@ pub enum Error {
     Footer {
         /// The file.
         file: String,
-        /// What the library said.
+        /// The library's error.
         source: parquet::errors::ParquetError,
     },
     /// A file that contradicts the plan.
@@ -185,7 +185,7 @@ pub enum Error {
         column: String,
         /// The file.
         file: String,
-        /// What it said.
+        /// Its error.
         source: arrow::error::ArrowError,
     },
     /// A conversion that we do not have.
@@ -204,9 +204,9 @@ pub enum Error {
          that are shuffled at a time, {batches} for batches"
     )]
     Budget {
-        /// What was allowed.
+        /// The allowed amount.
         budget: u64,
-        /// What is needed.
+        /// The needed amount.
         needed: u64,
         /// Of that, for blocks, and for one that is being loaded.
         blocks: u64,
@@ -227,7 +227,7 @@ pub enum Error {
         claimed: u64,
         /// Bytes by the footer.
         found: u64,
-        /// What was allowed.
+        /// The allowed amount.
         budget: u64,
     },
     /// Next after an error or the end.
@@ -244,18 +244,18 @@ pub enum Error {
     Cache {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// No thread to be had.
     #[error("cannot start a reading thread: {source}")]
     Thread {
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// What a caller may do about it.
+/// The reactions that are open to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The data or the request.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where values come from: the file, row group and column of an error.
+//! The origin of values: the file, row group and column of an error.
 
 use parquet::errors::ParquetError;
 

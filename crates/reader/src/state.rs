@@ -57,7 +57,7 @@ pub(crate) struct State {
     steps: u64,
     ahead: u64,
     ready: BTreeMap<u64, Batch>,
-    /// What went wrong, for the consumer.
+    /// The error, for the consumer.
     pub(crate) error: Option<Error>,
     /// Whether threads shall end.
     pub(crate) ended: bool,

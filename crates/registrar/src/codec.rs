@@ -14,7 +14,7 @@ const FIRST: usize = 256;
 /// Bytes after which what is written goes on its way.
 const ENOUGH: usize = 8 << 10;
 
-/// What the generated code writes and reads messages with.
+/// The codec with which the generated code writes and reads messages.
 pub(crate) struct Codec<T, U> {
     messages: PhantomData<(T, U)>,
 }

@@ -17,7 +17,7 @@ pub enum Error {
     /// The text is no ticket.
     #[error("not a ticket of a Farandole job: {reason}")]
     Ticket {
-        /// What is wrong with it. Never the text itself, which may be most of a secret.
+        /// The reason. Never the text itself, which may be most of a secret.
         reason: &'static str,
     },
     /// An option cannot be used.
@@ -89,7 +89,7 @@ pub enum Error {
     Refused {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
         /// Its reason.
         reason: String,
@@ -117,15 +117,15 @@ pub enum Error {
     Lost {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// What was seen.
+        /// The observed reason.
         reason: String,
     },
     /// A deadline passed.
     #[error("timed out after {elapsed:.1?} waiting for {what}")]
     Timeout {
-        /// What was awaited.
+        /// The awaited event.
         what: String,
         /// Time spent.
         elapsed: Duration,
@@ -145,9 +145,9 @@ pub enum Error {
     Malformed {
         /// The job.
         job: String,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         reason: String,
     },
     /// The process was forked after the connection was made; a connection belongs to one process.
@@ -163,7 +163,7 @@ pub enum Error {
     /// Closed by its owner.
     #[error("closed: {what}")]
     Closed {
-        /// What was.
+        /// The closed object.
         what: &'static str,
     },
 }

@@ -48,7 +48,7 @@ pub enum Event {
         task: TaskId,
         /// Its rank.
         rank: Option<Rank>,
-        /// What was seen.
+        /// The observed reason.
         reason: String,
     },
     /// Elastic jobs: a worker is to be started. Those of one host come together.
@@ -74,7 +74,7 @@ pub enum Event {
     },
     /// Elastic jobs: the function has returned on every rank of the present world.
     Finished {
-        /// That world.
+        /// The number of the world.
         generation: Generation,
     },
     /// A generation is over, or the whole job, and its workers are being ended.

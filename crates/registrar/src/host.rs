@@ -22,7 +22,7 @@ pub fn facts() -> HostFacts {
     }
 }
 
-/// What is new each time that this host starts.
+/// A value that is new each time that this host starts.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

@@ -113,7 +113,7 @@ impl KeyValues {
         Ok(value)
     }
 
-    /// What `key` holds, if it has a value.
+    /// The value of `key`, if it has one.
     pub(crate) fn held(&self, generation: Generation, key: &str) -> Option<Bytes> {
         self.slots.get(key).filter(|_| generation == self.generation)?.value.clone()
     }

@@ -74,10 +74,10 @@ pub(crate) enum Apart {
     Ended { rank: u32, host: String },
 }
 
-/// What is known of a world that ranks wait for.
+/// The state of a world that ranks wait for.
 pub(crate) type Outcome = Result<Arc<Met>, Apart>;
 
-/// What a rank hears.
+/// The answer to a rank.
 #[derive(Debug)]
 pub(crate) enum Answer {
     Known(Outcome),
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_is_waited_for_again() {
+    fn a_rank_that_gives_up_is_awaited_again() {
         let mut meetings = Meetings::default();
         drop(waits(meetings.ask(ONE, ask(0, 1, &[0, 1])).unwrap()));
         meetings.give_up(ONE, 0, 9);
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_and_given_up_stands_against_nobody() {
+    fn a_withdrawn_request_conflicts_with_no_other() {
         let mut meetings = Meetings::default();
         drop(waits(meetings.ask(ONE, ask(0, 1, &[0, 1])).unwrap()));
         let apart = known(meetings.ask(ONE, ask(2, 1, &[0, 1, 2])).unwrap());

@@ -25,7 +25,7 @@ use crate::tls::{Identity, SERVER_NAME};
 const PKCS8: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
 
-/// What a job's token, certificate and port are made from. Never printed.
+/// The secret from which a job's token, certificate and port are made. Never printed.
 #[derive(Clone)]
 pub struct Secret {
     text: String,

@@ -218,7 +218,7 @@ fn needed() -> u64 {
 }
 
 #[test]
-fn what_a_refusal_names_is_enough_for_the_crowd_amid_strangers_who_keep_their_connections() {
+fn the_limit_that_a_refusal_names_is_enough_for_the_crowd_beside_idle_strangers() {
     allow_all();
     let mut driver = Driver::start(256, needed() + 8, TASKS);
     let ticket = driver.ticket();

@@ -76,7 +76,7 @@ fn failed(how: How) -> Exit {
 }
 
 #[test]
-fn whoever_hears_of_a_world_can_ask_for_it_at_once() {
+fn a_world_can_be_requested_as_soon_as_it_is_announced() {
     const ROUNDS: usize = 100;
     for round in 0..ROUNDS {
         let registrar = registrar(1);
@@ -371,7 +371,7 @@ fn a_rank_that_has_ended_well_is_known_to_those_that_go_on() {
 }
 
 #[test]
-fn who_gives_up_or_goes_is_waited_for_again_and_named() {
+fn a_task_that_gives_up_or_leaves_is_awaited_again_and_named() {
     let registrar = registrar(3);
     let agents = agents(&registrar, 3);
     let given_up = agents[0].meet(None, "one", b"first", soon(), &mut || true).unwrap();

@@ -115,7 +115,7 @@ fn a_flush_waits_for_a_driver_that_may_come_back_and_gives_up_one_that_may_not()
 }
 
 #[test]
-fn what_a_task_says_while_its_connection_breaks_again_and_again_arrives_once_and_in_order() {
+fn records_arrive_once_and_in_order_although_the_connection_breaks_repeatedly() {
     let (registrar, cable, client) = connected();
     let mut said = Vec::new();
     for round in 0..6 {

@@ -55,7 +55,7 @@ fn dial(relay: &Relay, task: u32) -> TcpStream {
 }
 
 #[test]
-fn what_one_end_sends_the_other_gets_in_order_and_its_end_too() {
+fn bytes_and_the_end_of_one_side_arrive_in_order_on_the_other() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (answering, listener) = called(&agents[0]);

@@ -55,7 +55,7 @@ impl Carried {
         Some(carried)
     }
 
-    /// What is left of it in another world: ranks by number.
+    /// The remaining ranks of each set in another world, by number.
     pub(crate) fn ranks(&self, world: &World) -> BTreeMap<ProcessSetId, Vec<Rank>> {
         let seats = || (0u32..).zip(&world.seats);
         let found = |members: &Vec<TaskId>| -> Vec<Rank> {
@@ -71,7 +71,7 @@ impl Carried {
     }
 }
 
-/// What all ranks of a world go by, `None` when none of them has left a world with its sets.
+/// The sets that all ranks of a world use; `None` if no rank has left a world with its sets.
 ///
 /// # Errors
 /// `Interrupted`; what the registrar says.

@@ -11,7 +11,7 @@ use farandole_cuda::{Cache, Gpu, Gpus, NcclMemory, Places};
 
 use crate::{Result, Session};
 
-/// What becomes of tensors on GPUs.
+/// The treatment of tensors on GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GpuTensors {
     /// Reduced by NCCL where it can, on a GPU that ranks share by CUDA IPC, else in host memory.
@@ -23,7 +23,7 @@ pub(crate) enum GpuTensors {
 }
 
 impl GpuTensors {
-    /// What the knob says.
+    /// The value of the knob.
     ///
     /// # Errors
     /// Its value is none.
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_tensors_on_gpus_is_one_of_three() {
+    fn tensors_on_gpus_are_treated_in_one_of_three_ways() {
         assert_eq!(chosen("auto"), Ok(GpuTensors::Auto));
         assert_eq!(chosen("Staged"), Ok(GpuTensors::Staged));
         assert_eq!(chosen("copied"), Ok(GpuTensors::Copied));

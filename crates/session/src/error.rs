@@ -19,7 +19,7 @@ const WAYS: &str = "ranks on one host meet in a file of the user's, those of sev
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Nobody has called `init`, or `shutdown` came after it.
+    /// `init` was not called, or `shutdown` was called after it.
     #[error("farandole has not been initialized; call init() first")]
     NotInitialized,
     /// The caller asked to give up.
@@ -38,7 +38,7 @@ pub enum Error {
     /// Ranks that a set or a world cannot be made of.
     #[error("{what} must be at least one rank of 0 to {last}, each once: {ranks:?}", last = .size.saturating_sub(1))]
     Ranks {
-        /// What they are for.
+        /// The purpose of the ranks.
         what: String,
         /// Ranks of the world.
         size: usize,
@@ -62,7 +62,7 @@ pub enum Error {
         theirs: String,
         /// The calling rank.
         own: Rank,
-        /// What it asked for.
+        /// The request of the calling rank.
         ours: String,
     },
     /// A rank that the world needs will not come any more.
@@ -85,20 +85,20 @@ pub enum Error {
         /// The process that has it.
         holder: String,
     },
-    /// What a starter has told in the environment is no place.
+    /// The place of a launcher's variables is invalid.
     #[error("the rank of this process is unknown: {reason}")]
     Place {
-        /// What is wrong, naming the variables.
+        /// The reason, with the variables.
         reason: String,
     },
     /// The ranks that a starter has made cannot meet.
     #[error("{starter} started {size} processes, which cannot find each other: {reason}; {WAYS}")]
     NoWay {
-        /// Who started them.
+        /// The launcher that started them.
         starter: &'static str,
         /// How many.
         size: u32,
-        /// What keeps them apart.
+        /// The reason why they cannot meet.
         reason: String,
     },
     /// Ranks that a starter has made did not all meet in time.
@@ -110,9 +110,9 @@ pub enum Error {
         rank: Rank,
         /// Ranks there are.
         size: u32,
-        /// Who started them.
+        /// The launcher that started them.
         starter: &'static str,
-        /// What was waited for, and what was seen of it.
+        /// The awaited event, and the observations so far.
         what: String,
         /// Time spent.
         elapsed: Duration,
@@ -137,7 +137,7 @@ pub enum Error {
     /// There is a set of these ranks.
     #[error("{what} has the ranks of process set {set}: {}", list(.ranks))]
     SetExists {
-        /// What was asked for.
+        /// The request.
         what: String,
         /// The set there is.
         set: ProcessSetId,
@@ -150,7 +150,7 @@ pub enum Error {
     /// A change of the process sets was interrupted here and is still asked for.
     #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
     Unfinished {
-        /// What is asked for.
+        /// The request.
         pending: String,
     },
     /// A knob does not parse.
@@ -191,7 +191,7 @@ impl From<farandole_transport::Error> for Error {
 }
 
 impl Error {
-    /// What the trainer may do now.
+    /// The reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         use farandole_transport::Error as Transport;
         match self {

@@ -107,12 +107,12 @@ pub(crate) fn communicator(
     Ok(HostCommunicator::over(world.rank, data, &machines)?.with_crossover(crossover))
 }
 
-/// What one process may take of its machine's `budget`.
+/// The share of one process in its machine's `budget`.
 pub(crate) fn share(world: &World, budget: u64) -> u64 {
     budget / (world.ranks_of_machine() as u64).max(1)
 }
 
-/// What to say of links that should go over shared memory and do not; nothing when there are none.
+/// The message about links that should use shared memory and do not; `None` if there are none.
 pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
     let (rank, reason) = links.first()?;
     let others = match links.len() {

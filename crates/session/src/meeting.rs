@@ -20,7 +20,7 @@ pub(crate) const SLICE: Duration = Duration::from_millis(250);
 /// Asks whether to give up.
 pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 
-/// What one rank asks the registrar for.
+/// One rank's request to the registrar.
 pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
     /// This rank in the launched world.

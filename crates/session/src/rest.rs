@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How the engine sleeps and looks after its peers: on a parker, and by the mesh where there are any.
+//! Lets the engine sleep on a parker, and watches its peers through the mesh if it has peers.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ impl Rest {
         Self { unparker: parker.unparker(), parker, mesh: Some(mesh) }
     }
 
-    /// What connects this process with its peers; none in a world of one.
+    /// The mesh that connects this process with its peers; `None` in a world of one.
     pub(crate) fn mesh(&self) -> Option<&Mesh> {
         self.mesh.as_ref()
     }

@@ -54,7 +54,7 @@ impl Session {
         &self.world
     }
 
-    /// What runs the operations.
+    /// The engine that runs the operations.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -80,7 +80,7 @@ impl Session {
         if pid == self.process { Ok(()) } else { Err(Error::Forked { pid, parent: self.process }) }
     }
 
-    /// Whoever still holds the session gets errors from now on.
+    /// Ends the session. Later calls through other references get errors.
     pub(crate) fn shutdown(&self) {
         self.engine.shutdown();
         self.stacks.close();

@@ -52,7 +52,7 @@ struct Table {
     carried: Option<BTreeSet<ProcessSetId>>,
 }
 
-/// What is being changed; one change at a time.
+/// The change in progress; one at a time.
 struct Changes {
     /// The next channels of the mesh, equal on all ranks.
     channel: u32,
@@ -121,7 +121,7 @@ impl Session {
         table.carried.as_ref().map(|_| table.given.clone())
     }
 
-    /// What the next world is told of this one's sets.
+    /// The sets of this world, for the next one.
     pub(crate) fn carried(&self) -> Carried {
         let (world, table) = (self.world(), self.sets.table.read());
         let members = |ranks: &Vec<Rank>| {

@@ -87,7 +87,7 @@ impl Stacks {
     }
 }
 
-/// What is wrong with the times chosen.
+/// The contradiction between the chosen times, if any.
 pub(crate) fn contradiction(config: &Config) -> Option<String> {
     let (check, shutdown) = (config.stall_check_time, config.stall_shutdown_time);
     let off = config.stall_check_disable || check.is_zero();

@@ -9,7 +9,7 @@ use farandole_world::{Rank, World};
 
 use crate::{Error, Result};
 
-/// What `init` is asked for; all ranks that form a world ask for the same.
+/// The arguments of `init`; all ranks that form a world use the same.
 #[derive(Clone, Debug, Default)]
 pub struct Wishes {
     /// Ranks of the launched world that form this one, numbered again in their order; `None`: all.

@@ -61,7 +61,7 @@ impl Bell {
         Ok(Self { memory, event, mapping, guard: Guard::new() })
     }
 
-    /// What a peer needs to ring: the page and the eventfd.
+    /// The descriptors that a peer needs to ring: the page and the eventfd.
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
         [self.memory.as_fd(), self.event.as_fd()]
     }

@@ -7,8 +7,8 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! Whoever knows the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the same
-//! user only. Process numbers differ between containers; so what was opened counts only if it holds the nonce.
+//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the
+//! same user only. Process numbers differ between containers; so what was opened counts only if it holds the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -116,7 +116,7 @@ impl Region {
         self.mapping.head()
     }
 
-    /// What others need to map it.
+    /// The card that others need to map it.
     pub fn card(&self) -> &RegionCard {
         &self.card
     }

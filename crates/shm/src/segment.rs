@@ -71,7 +71,7 @@ impl Segment {
         Ok(Self { fd, rings, capacity })
     }
 
-    /// What a capacity is rounded up to: whole pages, at least one. What no segment can have stays as it is.
+    /// Rounds a capacity up to whole pages, at least one. A capacity that no segment can have stays unchanged.
     pub fn round(capacity: usize) -> usize {
         capacity.max(1).checked_next_multiple_of(page()).unwrap_or(capacity)
     }

@@ -39,7 +39,7 @@ fn descriptors() -> usize {
 }
 
 #[test]
-fn whoever_has_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
+fn a_process_with_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
     let _alone = alone();
     let before = descriptors();
     let owner = Region::create(100_000).unwrap();
@@ -73,7 +73,7 @@ fn shm_6_what_is_detached_keeps_its_place_and_bytes_and_is_nobody_elses() {
 }
 
 #[test]
-fn what_its_owner_drops_is_empty_for_the_others_and_they_can_tell() {
+fn a_dropped_region_is_empty_for_the_others_and_marked_as_retired() {
     let _alone = alone();
     let owner = Region::create(10_000).unwrap();
     let peer = Region::open(owner.card()).unwrap();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of a cluster.
+//! The description of a cluster.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub struct Cluster {
     pub ranks: u32,
     /// Time from one host to another, one way.
     pub latency: Duration,
-    /// Of each interface in each direction, headers included.
+    /// Bandwidth of each interface in each direction, headers included.
     pub bandwidth: f64,
     /// Interfaces of a host that carry data side by side.
     pub interfaces: u32,
@@ -43,11 +43,11 @@ pub struct Cluster {
     pub stragglers: u32,
     /// How many times longer a slow host takes for everything its processors do.
     pub slowdown: f64,
-    /// What one core copies.
+    /// The rate at which one core copies.
     pub copy_rate: f64,
-    /// What all cores of a host read and write together.
+    /// The rate at which all cores of a host together read and write.
     pub memory_rate: f64,
-    /// What one core sends, or receives, through sealed TCP connections.
+    /// The rate at which one core sends, or receives, through sealed TCP connections.
     pub socket_rate: f64,
     /// Processor time of each message to or from another host.
     pub message: Duration,

@@ -17,9 +17,9 @@ pub enum Error {
     Cluster {
         /// Which of its facts.
         what: &'static str,
-        /// What it must be.
+        /// The expected value.
         expected: &'static str,
-        /// What it is.
+        /// The value that was found.
         value: String,
     },
     /// More messages than can be simulated one by one, among hosts that are not alike.
@@ -50,7 +50,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the caller may do now.
+    /// The reactions that are open to the caller.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => Fault::Usage,

@@ -19,11 +19,11 @@ pub(crate) struct Scene<'a> {
     pub(crate) places: Vec<u32>,
     /// Hosts from this one on are slow.
     pub(crate) slow_from: u32,
-    /// What goes to the sender itself goes to other hosts: see `Plan::folded`.
+    /// Whether transfers to the sender itself stand for transfers to other hosts: see `Plan::folded`.
     pub(crate) folded: bool,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) seconds: f64,
@@ -40,7 +40,7 @@ enum What {
     Done(usize),
     /// The head of what a step sends is at the other host.
     Head(usize),
-    /// What a step waits for is there.
+    /// An event that a step waits for has happened.
     Here(usize),
 }
 
@@ -85,14 +85,14 @@ struct Run<'a> {
     network: Network,
     actions: Vec<Action>,
     ranks: Vec<u32>,
-    /// What a step still waits for.
+    /// The number of events that each step still waits for.
     waiting: Vec<u32>,
     /// The steps that come after each, one list after the other.
     next: Vec<u32>,
     starts: Vec<u32>,
     /// Where what a step sends is received.
     partner: Vec<u32>,
-    /// What each rank's core does, and what waits for it.
+    /// The work of each rank's core, and its queue.
     cores: Vec<Core>,
     events: BinaryHeap<Event>,
     numbers: u64,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How long things take on a cluster that is not there: forming a world, an allreduce, a training step.
+//! Computes times on a cluster that does not exist: to form a world, for an allreduce, for a training step.
 //!
 //! Owns a model of hosts and their network. What goes over it is decided by the code that runs in a job: the schedules of
 //! `collectives`, the tree and the fusion of `engine`, the membership of `registrar`, the ring sizes of `session`. It

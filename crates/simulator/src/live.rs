@@ -21,7 +21,7 @@ use crate::events::float;
 use crate::network::Network;
 use crate::{Cluster, Error, Result};
 
-/// What came of an allreduce.
+/// The result of an allreduce.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Live {
     /// From the submission on all ranks until the last is done.

@@ -7,7 +7,7 @@ use crate::Cluster;
 
 /// The least time after which Linux sends a lone packet again that nobody has acknowledged.
 const TIMEOUT: f64 = 0.2;
-/// What Linux waits besides two round trips before it probes for the loss of the last of several packets.
+/// The time that Linux waits, besides two round trips, before it probes for the loss of the last of several packets.
 const PROBE: f64 = 0.008;
 
 /// Memory and interfaces. Whoever takes them must come in the order of time.
@@ -19,7 +19,7 @@ pub(crate) struct Network {
     incoming: Vec<f64>,
 }
 
-/// What a step costs on its host.
+/// The cost of a step on its host.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
     /// Seconds of a core.

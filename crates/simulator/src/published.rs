@@ -6,7 +6,7 @@
 /// A measurement of somebody else.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Published {
-    /// What was trained.
+    /// The trained model.
     pub model: &'static str,
     /// GPUs.
     pub ranks: u32,

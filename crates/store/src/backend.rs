@@ -26,7 +26,7 @@ type Recipe = (u32, String, Options);
 /// The remote backends of this process.
 static REMOTE: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> = LazyLock::new(Mutex::default);
 
-/// What a store reads from and writes to.
+/// The backend that a store reads from and writes to.
 #[derive(Clone, Debug)]
 pub(crate) enum Backend {
     /// Ready at once.
@@ -59,7 +59,7 @@ impl Backend {
         })
     }
 
-    /// What to ask.
+    /// The backend of requests.
     ///
     /// # Errors
     /// As [`Backend::of`].

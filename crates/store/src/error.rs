@@ -13,9 +13,9 @@ pub enum Error {
     /// The text is no URL of a store.
     #[error("not a store ({reason}): {url}")]
     Url {
-        /// What was given.
+        /// The given value.
         url: String,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         reason: &'static str,
     },
     /// A scheme that this build does not know.
@@ -31,7 +31,7 @@ pub enum Error {
     /// A storage option that the backend does not have. Its value is not shown: it may be a secret.
     #[error("no such storage option ({key}) for this store: {url}")]
     Option {
-        /// What was given.
+        /// The given value.
         key: String,
         /// The store.
         url: String,
@@ -39,7 +39,7 @@ pub enum Error {
     /// No threads to talk to the network with.
     #[error("cannot start the threads that talk to the store: {source}")]
     Runtime {
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// There is no such file.
@@ -51,27 +51,27 @@ pub enum Error {
     /// The backend says no.
     #[error("not allowed to {action}: {path}")]
     Refused {
-        /// What was tried.
+        /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
-        /// What the backend said.
+        /// The backend's error.
         source: Box<object_store::Error>,
     },
     /// Anything else between us and the bytes.
     #[error("cannot {action} {path}: {source}")]
     Backend {
-        /// What was tried.
+        /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
-        /// What the backend said.
+        /// The backend's error.
         source: Box<object_store::Error>,
     },
     /// No answer within the time that there was.
     #[error("no answer within {patience:?}, cannot {action} {path}")]
     Late {
-        /// What was tried.
+        /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
@@ -83,7 +83,7 @@ pub enum Error {
     Directory {
         /// Its path.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// An upload was used after its end.
@@ -94,7 +94,7 @@ pub enum Error {
     },
 }
 
-/// What a caller may do about it.
+/// The reactions that are open to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The caller named something that cannot be.

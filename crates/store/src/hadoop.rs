@@ -37,9 +37,9 @@ const SLOWEST: u64 = 256 << 10;
 /// Deletions on their way at once.
 const AT_ONCE: usize = 10;
 
-/// What name nodes say that will not say so for long.
+/// Temporary errors of name nodes.
 const PASSING: [&str; 4] = ["StandbyException", "RetriableException", "SafeModeException", "RetryCacheEntry"];
-/// What they say to those who may not.
+/// Errors of name nodes about missing permissions.
 const REFUSALS: [&str; 2] = ["AccessControlException", "AuthorizationException"];
 
 /// The process whose reads have left connections to data nodes behind, which the client keeps for a while and hands to
@@ -110,7 +110,7 @@ impl<S: ObjectStore> Patient<S> {
     }
 }
 
-/// What HDFS said, if it was HDFS.
+/// The error of HDFS, if it is one.
 fn said(error: &Error) -> Option<&HdfsError> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_passes_is_waited_for_whatever_was_asked() {
+    async fn temporary_errors_are_retried_for_every_call() {
         let store = Patient::new(Moody::default(), "hdfs://service");
         let at = Path::from("a/b");
         says(&store, [standby(), refused()]);
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_does_not_pass_is_told_when_patience_ends() {
+    async fn a_lasting_error_is_returned_after_the_retries() {
         let told = |root| Patient::new(Moody::default(), root).patience;
         assert!(told("hdfs://service") > told("hdfs://node:8020"), "one of several takes over");
         let store = Patient { patience: FIRST_PAUSE * 8, ..Patient::new(Moody::default(), "hdfs://service") };

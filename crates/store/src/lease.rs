@@ -14,7 +14,7 @@
 //! settle: create a use -> delete the own lease
 //! ```
 //!
-//! Whoever writes and whoever reads both leave their mark first and look for the other's then, so that of two at the
+//! A writer and a reader each leave their mark first and then look for the other's, so that of two at the
 //! same time one sees the other. Leases are numbered because deleting a dead one and creating a new one are two steps:
 //! two that find the same dead lease both want the same next number. A directory that is listed while another process
 //! takes it may show neither the dead lease nor the new one: then the number is too low, and a second look finds the new one.
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_renewed_counts_from_then_on_and_nothing_comes_back_by_it() {
+    fn a_renewal_extends_a_lease_and_recreates_no_deleted_one() {
         let (store, now) = (store("renewed"), SystemTime::now());
         let lasts = Duration::from_secs(600);
         let lease = take(&store, now, Some(lasts)).unwrap().unwrap();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What local files can do besides what all backends can: ranges into buffers that are used again (fresh ones cost more
+//! Abilities of local files that other backends lack: ranges into buffers that are used again (fresh ones cost more
 //! in page faults and clearing than the copy out of the page cache), files that one process alone creates, and the
 //! leavings of killed uploads.
 

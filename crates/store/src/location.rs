@@ -12,7 +12,7 @@ const DBFS: &str = "/dbfs";
 /// Stands in for `/dbfs` where there is none, as in tests.
 const DBFS_ROOT: &str = "FARANDOLE_DBFS_ROOT";
 
-/// Who answers for a scheme.
+/// The service of a scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Service {
     /// Amazon S3 and what speaks like it.
@@ -26,7 +26,7 @@ pub(crate) enum Service {
 }
 
 impl Service {
-    /// Who answers for `scheme`.
+    /// The service of `scheme`.
     pub(crate) fn of(scheme: &str) -> Option<Self> {
         Some(match scheme {
             "s3" | "s3a" | "s3n" => Self::S3,
@@ -52,7 +52,7 @@ pub(crate) enum Location {
     },
     /// A place over the network.
     Remote {
-        /// Who answers.
+        /// The service.
         service: Service,
         /// Scheme and bucket, container or name node: `s3://bucket`.
         root: String,
@@ -159,7 +159,7 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (named && rest.starts_with('/')).then_some((scheme, rest))
 }
 
-/// What may be shown of a URL with a password or a signature; `None` of one without.
+/// The part of a URL with a password or a signature that may be shown; `None` for other URLs.
 fn without_secret(scheme: &str, rest: &str) -> Option<String> {
     let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));

@@ -17,7 +17,7 @@ impl fmt::Debug for Options {
     }
 }
 
-/// What `configure` was told, by URL prefix.
+/// The options from `configure`, by URL prefix.
 static CONFIGURED: LazyLock<Mutex<BTreeMap<String, Options>>> = LazyLock::new(Mutex::default);
 
 /// From now on this process opens every store at or below `prefix` with `options`; the longest prefix counts, the last
@@ -27,7 +27,7 @@ pub fn configure(prefix: &str, options: Options) {
     configured.insert(prefix.trim_end_matches('/').to_owned(), options);
 }
 
-/// What holds for `url`; nothing when nobody said.
+/// The options of `url`; empty if none were set.
 pub(crate) fn of(url: &str) -> Options {
     let configured = CONFIGURED.lock().unwrap_or_else(PoisonError::into_inner);
     let holds =

@@ -113,7 +113,7 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
     options.0.into_iter().map(name).collect()
 }
 
-/// What was configured for `url`, by names that every reader over `object_store` knows.
+/// The options of `url`, by names that every reader over `object_store` knows.
 ///
 /// # Errors
 /// As [`Location::parse`].
@@ -135,7 +135,7 @@ fn keys<K: FromStr>(service: Service, root: &str, options: &Options) -> Result<V
     named(service, options).into_iter().map(read).collect()
 }
 
-/// Whoever writes `http://` means it.
+/// Whether an endpoint is plain HTTP: `http://` is taken as the user's decision.
 fn is_plain(endpoint: Option<&String>) -> bool {
     endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_for_the_name_of_a_file_is_not_repeated() {
+    fn a_value_that_was_parsed_as_a_file_name_is_not_in_the_message() {
         for secret in ["ya29.hidden-token", r#"{"private_key": "hidden-token"}"#] {
             let error = open(Service::Gcs, "gs://data", &options(&[("token", secret)])).unwrap_err();
             let mut shown = format!("{error} {error:?}");

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What becomes of the events that this workspace emits by `tracing`: lines on stderr, or records that another logger takes.
+//! The path of this workspace's `tracing` events: to stderr, or to records that another logger takes.
 //!
 //! ```text
 //! any thread: tracing::warn!(..) --level, one load--> Subscriber --> stderr                     (the command)
 //!                                                               '-> queue --> take() --> logger (a Python thread)
 //! ```
 //!
-//! Who emits never waits: the queue is bounded, and drops its oldest events. Our events pass by the level; those of the
+//! An emitter never waits: the queue is bounded, and drops its oldest events. Our events pass by the level; those of the
 //! libraries underneath, which say far more, only from `warning` on, or all of them at `trace`.
 
 mod event;

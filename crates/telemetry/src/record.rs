@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What workers say.
+//! Records that workers send.
 
 use std::fmt;
 
@@ -58,7 +58,7 @@ pub struct Metric {
     pub task: u32,
     /// Its rank.
     pub rank: Option<u32>,
-    /// What it is, such as [`PROGRESS`].
+    /// The kind, such as [`PROGRESS`].
     pub kind: String,
     /// Its content; the two ends agree on the form.
     pub data: Vec<u8>,

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::record::{Record, Sink};
 
-/// What a record costs in a ring.
+/// The weight of a record in a ring.
 pub trait Weight {
     /// Bytes it counts for.
     fn weight(&self) -> usize;

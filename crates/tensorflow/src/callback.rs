@@ -14,7 +14,7 @@ use crate::api::{Api, Opaque};
 
 type Manager = unsafe extern "C" fn(*mut c_void, *const c_void, c_int) -> c_int;
 
-/// What the manager is asked to do for the destructor.
+/// The manager's operation for the destructor.
 const DESTROY: c_int = 3;
 
 /// `std::function<void()>` of libstdc++.

@@ -38,7 +38,7 @@ impl Status {
         Self { api, raw: unsafe { (api.new_status)() } }
     }
 
-    /// What TensorFlow put in.
+    /// Checks the status that TensorFlow has set.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         // SAFETY: the status lives.
         if unsafe { (self.api.get_code)(self.raw) } == 0 {

@@ -28,7 +28,7 @@ macro_rules! types {
 const ONE: &str = "T: {uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, double, bool, \
                    complex64, complex128}";
 const MANY: &str = types!("Ts: list");
-/// What every collective is told.
+/// The arguments of every collective.
 const COMMON: [&str; 3] = ["tensor_name: string = ''", "process_set: int = 0", "attended: bool = false"];
 /// Factors are doubles by their bits, for attributes are singles: 1.0.
 const REDUCTION: [&str; 3] =

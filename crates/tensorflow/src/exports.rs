@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What Python calls after the ops have been loaded.
+//! Functions that Python calls after it has loaded the ops.
 #![expect(unsafe_code, reason = "exported to C")]
 
 use std::ffi::{CStr, CString, c_char};

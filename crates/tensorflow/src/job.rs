@@ -19,7 +19,7 @@ use crate::world::{INT32, scalar};
 /// TensorFlow's number of 64-bit integers.
 const INT64: c_int = 9;
 
-/// What is kept until the engine is done.
+/// The objects that are kept until the engine is done.
 struct Job {
     door: &'static Door,
     node: Arc<Node>,
@@ -30,9 +30,9 @@ struct Job {
 
 /// One tensor of a run.
 struct Pair {
-    /// None when its memory became the output's.
+    /// `None` if its memory became the output's.
     input: Option<Tensor>,
-    /// None when its extents are known only to the engine.
+    /// `None` if its extents are known only to the engine.
     output: Option<Tensor>,
     shape: Vec<i64>,
     dtype: c_int,

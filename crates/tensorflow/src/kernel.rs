@@ -14,7 +14,7 @@ use crate::callback::Callback;
 use crate::context::{Code, Context, Failure, Status};
 use crate::job;
 
-/// What a node of the graph asks for, whatever its tensors.
+/// The attributes of a node of the graph, independent of its tensors.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) operation: Operation,
@@ -60,7 +60,7 @@ pub(crate) unsafe extern "C" fn create<const OPERATION: u32>(construction: Opaqu
     }
 }
 
-/// What kernels of ours point at.
+/// The object behind a kernel's pointer.
 pub(crate) enum Kernel {
     /// A collective.
     Node(Arc<Node>),

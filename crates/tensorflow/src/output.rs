@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the engine brought, freed whatever happens to it.
+//! The engine's output, which is freed in every case.
 #![expect(unsafe_code, reason = "takes memory that came through the door")]
 
 use std::ffi::{c_int, c_void};

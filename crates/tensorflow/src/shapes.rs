@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of outputs before they are computed.
+//! Shapes of outputs, as far as they are known before the computation.
 #![expect(unsafe_code, reason = "calls TensorFlow's C API")]
 
 use std::ffi::c_int;

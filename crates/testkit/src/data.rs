@@ -10,7 +10,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::float8;
 
-/// What data is made from: equal seeds give equal bytes, everywhere and always.
+/// The seed of data: equal seeds give equal bytes, everywhere and always.
 pub type Seed = u64;
 
 /// `count` elements of ordinary size, as bytes. Floats spread over a few orders of magnitude, so that the order of

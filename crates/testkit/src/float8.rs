@@ -9,7 +9,7 @@ use farandole_collectives::DataType;
 
 use crate::data::single;
 
-/// What a type's numbers are made of.
+/// The layout of a type's numbers.
 struct Layout {
     mantissa: i32,
     bias: i32,

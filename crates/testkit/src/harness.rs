@@ -27,7 +27,7 @@ pub struct Harness {
     crossover: Crossover,
 }
 
-/// What carries the links of a world.
+/// The kind of a world's links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Links {
     /// Memory of this process.
@@ -175,7 +175,7 @@ impl Harness {
     }
 }
 
-/// What all threads return, or the panic of the first that has one.
+/// The results of all threads, or the panic of the first that has one.
 fn join<T>(threads: Vec<ScopedJoinHandle<'_, T>>) -> Vec<T> {
     let joined: Vec<_> = threads.into_iter().map(ScopedJoinHandle::join).collect();
     let whole: std::result::Result<Vec<T>, _> = joined.into_iter().collect();

@@ -33,7 +33,7 @@ pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
     }
 }
 
-/// What every rank must hold after an allreduce of these inputs, in rank order.
+/// The expected result of an allreduce of these inputs, in rank order.
 pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     allreduce_on(&[inputs.len()], call, inputs)
 }
@@ -268,17 +268,17 @@ pub fn relative_error(dtype: DataType, sum: &[u8], inputs: &[Vec<u8>]) -> f64 {
     (wrong / right).sqrt()
 }
 
-/// What every rank must hold after an allgather: one member after the other.
+/// The expected result of an allgather: one member after the other.
 pub fn allgather(inputs: &[Vec<u8>]) -> Vec<u8> {
     inputs.concat()
 }
 
-/// What `member` must hold after an alltoall, where `blocks[from][to]` is what one sent to another.
+/// The expected result of `member` after an alltoall, with `blocks[from][to]` from one member to another.
 pub fn alltoall(blocks: &[Vec<Vec<u8>>], member: usize) -> Vec<u8> {
     blocks.iter().flat_map(|sent| sent[member].iter().copied()).collect()
 }
 
-/// What `member` must hold after a reduce-scatter of these inputs, cut into parts of these bytes.
+/// The expected result of `member` after a reduce-scatter of these inputs, cut into parts of these bytes.
 pub fn reducescatter(call: Allreduce, inputs: &[Vec<u8>], bytes: &[usize], member: usize) -> Vec<u8> {
     let start: usize = bytes[..member].iter().sum();
     allreduce(call, inputs)[start..start + bytes[member]].to_vec()

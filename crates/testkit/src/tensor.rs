@@ -7,7 +7,7 @@ use farandole_collectives::{DataType, Memory, Operation, ReduceOp, Segment};
 
 use crate::{contents, filled};
 
-/// What an output holds before anything is written to it.
+/// The content of an output before anything is written to it.
 const UNTOUCHED: u8 = 0xa5;
 
 /// A tensor's memory: where it is read and, elsewhere unless in place, where it is written.
@@ -35,12 +35,12 @@ impl Tensor {
         Segment { input: self.input.buffer(), output: self.output.buffer() }
     }
 
-    /// What its input holds now.
+    /// The present content of its input.
     pub fn source(&self) -> Vec<u8> {
         contents(&self.input)
     }
 
-    /// What its output holds now.
+    /// The present content of its output.
     pub fn result(&self) -> Vec<u8> {
         contents(&self.output)
     }

@@ -80,7 +80,7 @@ pub(crate) struct Beats {
     arrived: usize,
 }
 
-/// What was heard.
+/// The message that was received.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Heard {
     Word(Word),

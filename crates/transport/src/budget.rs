@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How much shared memory this process may take for its own rings, and what it has taken.
+//! The limit on shared memory for this process's own rings, and the amount in use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

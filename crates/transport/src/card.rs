@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a rank publishes at the meeting point: where it can be reached.
+//! The card of a rank at the meeting point: the addresses where it can be reached.
 
 use std::net::SocketAddr;
 

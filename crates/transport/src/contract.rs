@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What every kind of link does: run by the tests of each.
+//! The contract of every kind of link: run by the tests of each.
 //!
 //! A factory makes a fresh pair of connected links whose rings hold at least the given capacity.
 

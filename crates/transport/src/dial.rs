@@ -128,7 +128,7 @@ impl Wait<'_> {
 
 pub(crate) type Attempt<T> = std::result::Result<T, Failure>;
 
-/// What to ask a peer for.
+/// The request to a peer.
 pub(crate) struct Request<'a> {
     pub(crate) to: &'a Peer,
     pub(crate) carrier: Carrier,

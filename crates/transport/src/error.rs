@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong between ranks.
+//! Errors of communication between ranks.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub enum Error {
         rank: Rank,
         /// Its host.
         host: String,
-        /// What was seen.
+        /// The observed reason.
         reason: String,
     },
     /// Nothing listens, or nothing answers, at any address a peer offered.
@@ -45,7 +45,7 @@ pub enum Error {
     /// The meeting point failed.
     #[error("cannot meet the other ranks: {what}: {reason}")]
     Rendezvous {
-        /// What failed.
+        /// The operation that failed.
         what: String,
         /// Why.
         reason: String,
@@ -53,7 +53,7 @@ pub enum Error {
     /// A deadline passed.
     #[error("timed out after {elapsed:?} waiting for {what}")]
     Timeout {
-        /// What was awaited.
+        /// The awaited event.
         what: String,
         /// Time spent.
         elapsed: Duration,

@@ -22,7 +22,7 @@ const HEADER: usize = 5;
 /// A received message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// What the payload means; the users of a link agree on it.
+    /// The meaning of the payload; the users of a link agree on it.
     pub kind: u8,
     /// The message.
     pub payload: Vec<u8>,

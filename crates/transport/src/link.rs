@@ -15,7 +15,7 @@ use farandole_world::Rank;
 
 use crate::Result;
 
-/// What carries a link.
+/// The carrier of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LinkKind {
     /// A segment both processes map.

@@ -3,7 +3,7 @@
 
 //! The ranks of one generation, connected on demand.
 
-mod many;
+mod dial_many;
 
 use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -33,7 +33,7 @@ use crate::shared::{Arrival, Facts, Secured, Shared};
 use crate::watch::Watch;
 use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
 
-pub use many::dials_at_once;
+pub use dial_many::dials_at_once;
 
 /// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
 const PROBE: Duration = Duration::from_secs(1);
@@ -242,7 +242,7 @@ impl Mesh {
                 return Err(Error::Handshake { reason });
             }
         }
-        links.extend(many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
+        links.extend(dial_many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
             self.dial(self.peer(rank)?, channel, capacity, wait)
         })?);
         for (place, rank) in places().filter(|(_, rank)| *rank > own) {

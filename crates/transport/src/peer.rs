@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of the process at the other end; shared by all links to it and by the liveness watch.
+//! The state of the process at the other end; shared by all links to it and by the liveness watch.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How ranks that know nothing of each other meet: somebody else's service exchanges their cards.
+//! The meeting of ranks that do not know each other: an external service exchanges their cards.
 
 use std::collections::HashMap;
 use std::sync::Arc;

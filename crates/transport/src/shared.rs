@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What the mesh, its service thread and its dialers share.
+//! State that the mesh, its service thread and its dialers share.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;

@@ -488,7 +488,7 @@ fn a_rank_that_left_cannot_be_dialled() {
 }
 
 #[test]
-fn whoever_waits_for_a_link_gives_up_when_asked_to() {
+fn a_wait_for_a_link_ends_when_it_is_cancelled() {
     for use_shared_memory in [true, false] {
         let meshes = meshes(2, |options| options.use_shared_memory = use_shared_memory);
         let started = Instant::now();

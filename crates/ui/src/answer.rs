@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What each address answers.
+//! The answer of each address.
 //!
 //! ```text
 //! TOKEN/                       the page
@@ -41,7 +41,7 @@ const LARGEST: u64 = 512 << 20;
 /// Names of files with what a process printed, or their ends.
 const TEXTS: [&str; 4] = ["stdout", "stderr", ".log", ".txt"];
 
-/// What the server shows.
+/// The content of the server.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) token: String,

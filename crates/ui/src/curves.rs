@@ -19,7 +19,7 @@ const MOST: usize = 64 << 20;
 /// Pixels of the widest chart.
 const WIDEST: usize = 8192;
 
-/// What a chart asks for.
+/// The request of a chart.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Window {
     /// Whether the axis is seconds and not epochs.

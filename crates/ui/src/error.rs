@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can go wrong with the viewer.
+//! Errors of the viewer.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ pub enum Error {
     Page {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The port cannot be had, or no thread.
@@ -28,7 +28,7 @@ pub enum Error {
     Listen {
         /// The port that was asked for; 0 is any.
         port: u16,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A store refused.
@@ -37,7 +37,7 @@ pub enum Error {
     /// A request names a run or a file that is not there.
     #[error("not found: {what}")]
     Missing {
-        /// What was asked for.
+        /// The request.
         what: String,
     },
     /// A timeline cannot be read or written.
@@ -53,12 +53,12 @@ pub enum Error {
     Parameter {
         /// Its name.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         value: String,
     },
 }
 
-/// What a caller may do about it.
+/// The reactions that are open to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The caller named something that cannot be.

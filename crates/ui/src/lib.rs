@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What can be seen of runs: the run viewer, a page on loopback, and the [`timeline`] of all ranks.
+//! Shows runs: the run viewer, a page on loopback, and the [`timeline`] of all ranks.
 //!
 //! Owns the viewer's server, its addresses and its answers. The viewer reads the files that estimators write into the
 //! directory of a run, and writes nothing.

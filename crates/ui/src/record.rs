@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What is known of a run: from its `_record.json`, or for a run without one from its history and fingerprint.
+//! The facts about a run: from its `_record.json`, or for a run without one from its history and fingerprint.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -62,7 +62,7 @@ pub(crate) fn read(directory: &Store, files: &Files) -> Map<String, Value> {
     object(directory, files, RECORD)
 }
 
-/// What a run was started with: each part's name and a few words about it.
+/// The arguments of a run: each part's name and a short description.
 pub(crate) fn fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, String> {
     let told = object(directory, files, FINGERPRINT);
     let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();

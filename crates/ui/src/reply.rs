@@ -14,7 +14,7 @@ use hyper::http::StatusCode;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What the browser lets the page do: run its own script, ask this server, draw.
+/// The page's permissions in the browser: to run its own script, to ask this server, to draw.
 pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; \
                                  connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'";
 

@@ -45,7 +45,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Between two messages about that.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// What a viewer shows, and where.
+/// The content of a viewer, and its address.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Stores, or directories of runs, as paths or URLs.
@@ -254,7 +254,7 @@ mod tests {
         stream
     }
 
-    /// What is answered at first to a request that leaves the connection open.
+    /// The first answer to a request that leaves the connection open.
     fn head(stream: &mut std::net::TcpStream, request: &str) -> String {
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = vec![0; 64 << 10];

@@ -10,13 +10,13 @@ use farandole_store::Store;
 
 use crate::error::Result;
 
-/// What the driver says of a run.
+/// The driver's report of a run.
 pub(crate) const RECORD: &str = "_record.json";
 /// Losses and metrics, a line an epoch.
 pub(crate) const HISTORY: &str = "logs/history.jsonl";
 /// Losses within epochs.
 pub(crate) const STEPS: &str = "logs/steps.jsonl";
-/// What a run was started with.
+/// The arguments of a run.
 pub(crate) const FINGERPRINT: &str = "_fingerprint.json";
 /// Files that make a directory the one of a run.
 const OF_RUNS: [&str; 4] = [RECORD, HISTORY, FINGERPRINT, "checkpoint"];

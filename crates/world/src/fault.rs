@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a trainer may do after an error.
+//! The reactions to an error that are open to a trainer.
 
 /// Whose fault an error is, and so what may follow it. Every error of every crate has one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which tasks share a host: the host hash.
+//! The host hash, which is equal for tasks of one host.
 
 use std::fmt;
 

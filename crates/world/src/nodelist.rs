@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_and_what_would_fill_the_memory_is_refused() {
+    fn invalid_lists_and_lists_that_would_fill_the_memory_are_refused() {
         for wrong in
             ["", "a[1", "a]1[", "a[2-1]", "a[x]", "a,,b", "-a", "a[1-99999999999]", "a[1-9999][1-9999]"]
         {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where every rank sits.
+//! The place of every rank.
 
 use std::collections::HashMap;
 
@@ -37,7 +37,7 @@ pub struct World {
     pub seats: Vec<Seat>,
 }
 
-/// What is wrong with a proposed world.
+/// The error of a proposed world.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {

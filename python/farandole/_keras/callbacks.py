@@ -165,7 +165,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Learns how many batches an epoch has.
 
         Raises:
-            ValueError: When nobody knows and it matters.
+            ValueError: The number is unknown and it matters.
         """
         del logs
         if self.staircase or self.steps_per_epoch:
@@ -253,18 +253,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def _adjust(self, epoch: float) -> None:
-        # What the function of epochs needs to know of this object it is told: copies have steps of their own.
+        # The function of epochs gets all values of this object as arguments, because copies have their own steps.
         super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As there; says so at the end."""
+        """As in the base class; prints a message at the end."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and basics.rank() == 0:
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate()}.")  # noqa: T201
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keeps the best model; the Spark estimator says where.
+    """Keeps the best model, at a path that the Spark estimator sets.
 
     Args:
         monitor: The metric.

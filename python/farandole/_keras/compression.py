@@ -12,7 +12,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 class Compressor:
-    """How a tensor is made smaller before a reduction and restored after it."""
+    """Makes a tensor smaller before a reduction and restores it afterwards."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:

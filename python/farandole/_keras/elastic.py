@@ -56,7 +56,7 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Puts back what was kept last."""
+        """Restores the last saved state."""
         in_step(self.model)
         for variable, value in self._kept:
             variable.assign(value)
@@ -134,7 +134,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Keeps `state.batch` at the batch that has been done, 0 between epochs.
 
-    An epoch that is taken up again has fewer steps by what callbacks are told; Keras 3 runs all of its batches.
+    Callbacks are told fewer steps for a continued epoch, although Keras 3 runs all of its batches.
 
     Args:
         state: Has an attribute `batch`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Distribution:
-    """What makes an optimizer distributed.
+    """Makes an optimizer distributed.
 
     Args:
         settings: What was asked for.
@@ -141,7 +141,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def local_variables(optimizer: Any, others: set[int]) -> set[int]:
-    """What belongs to each rank: variables given to `register_local_var`, and what an optimizer keeps for them.
+    """Returns the variables of this rank alone: those of `register_local_var`, and the optimizer's slots for them.
 
     Args:
         optimizer: Keras's, built.

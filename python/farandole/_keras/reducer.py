@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
-    """What a distributed optimizer needs."""
+    """The methods that a distributed optimizer needs."""
 
     local: set[Any]
 
@@ -122,7 +122,7 @@ class _Reducer:
 
 
 class _TorchReducer(_Reducer):
-    """Reduces instead of the backward pass's results, which nobody else reads."""
+    """Reduces in place of the backward pass's results, which have no other reader."""
 
     def _reduce(self, grads: list[Any], op: int, factors: tuple[float, float], part: str) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend

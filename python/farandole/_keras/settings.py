@@ -13,7 +13,7 @@ from farandole.common.util import Average
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How gradients are reduced, whatever the backend: the arguments of `DistributedOptimizer` by their names."""
+    """Settings of a gradient reduction on any backend: the arguments of `DistributedOptimizer` by their names."""
 
     name: str | None = None
     device_dense: str = ""

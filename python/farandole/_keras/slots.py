@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Watched(list[Any]):
-    """Variables that tell which of them somebody who goes through them is at."""
+    """Variables that record which of them an iteration has reached."""
 
     current: Any = None
 
@@ -25,8 +25,9 @@ class _Watched(list[Any]):
 def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
     """The variables that an optimizer made for those it trains, such as momentums.
 
-    Keras does not tell afterwards. So a second one is built of the configuration, which makes the same variables in the
-    same order, and says for what as it does so: for the variable that it passes along, or else is at. It is dropped.
+    Keras does not record which variable a slot belongs to. So a second optimizer is built from the configuration. It
+    makes the same variables in the same order, and passes the trained variable along or iterates over it. Then it is
+    dropped.
 
     Args:
         optimizer: Keras's, built.

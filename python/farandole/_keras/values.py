@@ -46,7 +46,7 @@ def allreduce(
     if small and np.issubdtype(own, np.floating):
         array = array.astype(_dtype(small))
     elif small == "":
-        # Of the user's own: it takes tensors.
+        # A compressor of the user takes tensors.
         tensor, ctx = compression.compress(keras.ops.convert_to_tensor(array))
         array = as_array(tensor)
     reduced = arrays.allreduce(
@@ -58,11 +58,11 @@ def allreduce(
 
 
 _SMALL = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor": "bfloat16"}
-"""What the compressors that are known cast to, which NumPy can do."""
+"""Types of the known compressors, all of which NumPy can cast to."""
 
 
 def _cast_of(compression: Any) -> str | None:
-    """What a compressor, a class or an instance, casts to; `None` is no cast, and "" one of the user's own."""
+    """Returns the type that a compressor casts to; `None` for no cast, and "" for a compressor of the user."""
     if compression is None:
         return None
     kind = compression if isinstance(compression, type) else type(compression)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Lossy forms of vectors of float32 given by address.
 
-This is the low door under `farandole.torch.compress`: whoever calls it keeps the memory valid during the call, and
+This is the low-level interface of `farandole.torch.compress`: the caller keeps the memory valid during the call, and
 lets no two arguments overlap.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What there is of CUDA, the kernels, and NCCL, each by itself: for checks on a GPU.
+"""The driver, the kernels and NCCL, each by itself: for checks on a GPU.
 
-This is a low door: whoever calls it keeps the memory valid until the stream is done with it. Libraries are looked for
-in folders that are named (separated by colons), among those that are loaded, in the wheels of `packages`, and where the
-system's loader looks. Types are numbered as in `farandole.torch`, streams are given by handle.
+This is a low-level interface: the caller keeps the memory valid until the stream is done with it. Libraries are
+searched in the named folders (separated by colons), among those that are loaded, in the wheels of `packages`, and where
+the system's loader looks. Types are numbered as in `farandole.torch`, streams are given by handle.
 """
 
 from typing import final
@@ -13,7 +13,7 @@ def inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]
     """Every library and GPU: its name, whether it can be used, and its version and place or why not."""
 
 def built(packages: list[str], /) -> tuple[bool, int]:
-    """Whether there is a driver, and NCCL's version code; 0 where there is none, or no driver."""
+    """Whether there is a driver, and the version code of NCCL; 0 if either is missing."""
 
 def packed_bytes(counts: list[int], number: int, /) -> int:
     """Bytes of the buffer that tensors of so many elements are packed into."""

@@ -11,4 +11,4 @@ def joined() -> None:
     """Takes note that all ranks have joined: unnamed operations are numbered anew from here on."""
 
 def joins() -> int:
-    """How often all ranks have joined in this session."""
+    """The number of times that all ranks have joined in this session."""

@@ -48,7 +48,7 @@ class ElasticJob:
             ValueError: Something cannot be understood, or numbers contradict each other.
         """
     def news(self, timeout: float) -> list[tuple[str, Any]]:
-        """What has been heard since the last call, oldest first.
+        """Returns the events since the last call, oldest first.
 
         Args:
             timeout: Seconds to wait for the first.

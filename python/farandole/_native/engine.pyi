@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The session of this process and its operations on memory given by address.
 
-This is the low door under `farandole.torch`: whoever calls it keeps the memory valid until the handle is consumed. A
+This is the low-level interface of `farandole.torch`: the caller keeps the memory valid until the handle is consumed. A
 tensor on a GPU is given by its `device`: the GPU's number, and the handle of the stream that makes its values.
 """
 
@@ -14,7 +14,7 @@ _Device: TypeAlias = tuple[int, int] | None
 
 @final
 class World:
-    """Where this process sits."""
+    """The place of this process in the world."""
 
     @property
     def rank(self) -> int: ...
@@ -87,10 +87,10 @@ class Reached:
     @property
     def outcome(self) -> Gathered | None: ...
     def hold(self, stream: int, /) -> None:
-        """What is put on this stream of the GPU from now on comes after the result. Returns at once."""
+        """Makes all later work on this stream of the GPU wait for the result. Returns at once."""
 
     def is_ready(self) -> bool:
-        """Whether the result is there."""
+        """Whether the result is complete."""
 
 def init(
     comm: Sequence[int] | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 def listening() -> tuple[str | None, int, int]:
-    """Where this process may listen, by its configuration.
+    """Returns where this process may listen, according to its configuration.
 
     Returns:
         An address of this host, where `FARANDOLE_BIND_ADDRESS` names one or a network of it, and the first and the last
@@ -41,7 +41,7 @@ def slots(hosts: str | None = None, hostfile: str | Path | None = None) -> list[
     """
 
 def place(hosts: Sequence[tuple[str, int]], num_proc: int) -> tuple[list[int], list[tuple[str, int, int]]]:
-    """Which tasks each host takes.
+    """Assigns tasks to hosts.
 
     Args:
         hosts: Hosts and slots, in the order of ranks; none means this host alone.
@@ -97,7 +97,7 @@ class Remote:
             FarandoleEnvironmentError: The program cannot be started.
         """
     def news(self) -> list[tuple[str, int | None, Any]]:
-        """What has been heard since the last call, oldest first.
+        """Returns the events since the last call, oldest first.
 
         Returns:
             `("ready", None, None)`: the agent has started; `("ended", task, Outcome)`; `("refused", task, why)`: a

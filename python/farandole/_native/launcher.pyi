@@ -10,7 +10,7 @@ ALLOCATOR: dict[str, str]
 
 @final
 class Outcome:
-    """How a worker ended."""
+    """The end of a worker."""
 
     @property
     def rank(self) -> int | None:
@@ -32,7 +32,7 @@ class Outcome:
         """The last 50 lines of the worker's stderr."""
     @property
     def result(self) -> bytes | None:
-        """What the worker wrote to its result pipe; `None` when it wrote nothing."""
+        """The bytes that the worker wrote to its result pipe; `None` if it wrote nothing."""
     @property
     def aborted(self) -> bool:
         """Whether something else ended this worker: the job's abort or another rank's failure.
@@ -100,7 +100,7 @@ def report(kind: str, data: bytes) -> bool:
         data: Its bytes, at most 1 MiB.
 
     Returns:
-        Whether there is a job to report to; `False` in a process nobody launched.
+        Whether there is a job to report to; `False` in a process that no launcher started.
     """
 
 def flush_reports(timeout: float = 5.0) -> bool:
@@ -110,5 +110,5 @@ def flush_reports(timeout: float = 5.0) -> bool:
         timeout: Seconds to wait at most.
 
     Returns:
-        Whether it has; `False` in a process nobody launched.
+        Whether it has; `False` in a process that no launcher started.
     """

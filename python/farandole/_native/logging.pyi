@@ -26,7 +26,7 @@ class Record:
     def line(self) -> int: ...
 
 def settings() -> tuple[int, bool, bool]:
-    """The configured level, whether somebody asked for it, and whether lines go without the time.
+    """The configured level, whether it was requested, and whether lines go without the time.
 
     Raises:
         ValueError: When a variable cannot be read.

@@ -60,7 +60,7 @@ def commit(url: str, spec: str, parts: list[bytes]) -> str:
     """
 
 def read_manifest(url: str) -> str | None:
-    """The manifest of one directory (train or validation), or `None` when nobody prepared it.
+    """The manifest of one directory (train or validation), or `None` if it is not prepared data.
 
     JSON: {"format": 1, "fingerprint": str, "rows": int, "bytes": int, "columns": [{"name", "role": "feature" | "label"
     | "weight", "element": "bool" | "int8".."int64" | "uint8".."uint64" | "float32" | "float64" | "utf8" | "binary",
@@ -75,5 +75,5 @@ def verify(url: str) -> tuple[int, int, list[str]]:
     """Reads every file of prepared data: how many, their bytes, and a sentence for each that is not what it was.
 
     Raises:
-        ValueError: nobody prepared it.
+        ValueError: It is not prepared data.
     """

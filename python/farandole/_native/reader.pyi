@@ -24,7 +24,7 @@ class Field:
 
 @final
 class Dataset:
-    """A directory of Parquet files: prepared by us (with a manifest), or by anybody (read by its footers)."""
+    """A directory of Parquet files: prepared by us (with a manifest), or by any program (read by its footers)."""
 
     @staticmethod
     def open(url: str) -> Dataset: ...
@@ -96,7 +96,7 @@ class Reader:
         """
     @property
     def columns(self) -> list[Field]:
-        """What batches hold, after `cast`."""
+        """The columns of a batch, after `cast`."""
     def steps(self, start_row: int = 0) -> int:
         """Batches of one epoch, the same on every rank."""
     def epoch(self, epoch: int, start_row: int = 0) -> Epoch:

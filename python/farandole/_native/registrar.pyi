@@ -9,7 +9,7 @@ def host_hash() -> str:
     """By what ranks are grouped into hosts: `<host>-<16 hexadecimal digits>`."""
 
 class Seat(TypedDict):
-    """Where one rank sits."""
+    """The place of one rank."""
 
     rank: int
     task: int
@@ -39,7 +39,7 @@ class Event:
         "dismissed",
         "finished",
     ]:
-        """What happened. The last three are of elastic jobs: a worker is ended, may go, or all have returned."""
+        """The kind of event. The last three occur in elastic jobs: a worker is ended, may go, or all have returned."""
     @property
     def task(self) -> int | None:
         """The task it happened to; `None` for "assigned" and for an "aborted" that no task caused."""
@@ -66,7 +66,7 @@ class Event:
         """For "exit": the last 50 lines of the worker's stderr."""
     @property
     def dropped(self) -> int:
-        """For "log" and "metric": records lost just before this one because nobody called `events`."""
+        """For "log" and "metric": records lost just before this one because `events` was not called in time."""
 
 @final
 class Registrar:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 
-"""Where bytes live: a store is a URL (a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://`, `memory://`)."""
+"""Stores. A store is a URL (a path, `file://`, `dbfs:/`, `hdfs://`, `s3://`, `gs://`, `abfss://`, `az://`, `memory://`)."""
 
 from typing import TypeAlias, final
 
@@ -26,34 +26,34 @@ class Store:
     def child(self, path: str) -> Store: ...
     def read(self, path: str) -> bytes: ...
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file so that nobody ever sees half of it; makes directories as needed."""
+        """Writes a file so that no reader sees half of it; makes directories as needed."""
     def create(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one does."""
     def take(self, lasts: float | None = None) -> str | None:
-        """Takes a directory for this process alone: the lease's name, `None` when somebody uses it.
+        """Takes a directory for this process alone: the lease's name, `None` if it is in use.
 
         Processes that cannot see this one believe the lease for `lasts` seconds after it was written or renewed, or for
         a week.
         """
     def share(self, lasts: float | None = None) -> str | None:
-        """Uses a directory beside others: the mark's name, `None` when somebody has taken it. `lasts` as in `take`."""
+        """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in `take`."""
     def renew(self, mark: str) -> bool:
         """Writes a mark of this process again; false when it is gone, or another's."""
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
     def is_free(self) -> bool:
-        """Whether no living process has taken or uses the directory."""
+        """Whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
-        """Deletes what killed uploads left directly in this directory; nobody else may write here."""
+        """Deletes the remains of killed uploads directly in this directory; no other process may write here."""
     def exists(self, path: str = "") -> bool:
         """Whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
     def stat(self, path: str) -> _Item:
-        """What is at a path; a missing one is an error."""
+        """Returns the file or directory at a path; raises an error if there is none."""
     def look(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
     def sweep(self, older_than: float) -> list[tuple[str, int, int]]:
-        """Deletes prepared data older than so many seconds that nobody uses: (relative path, files, bytes)."""
+        """Deletes unused prepared data older than so many seconds: (relative path, files, bytes)."""
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[tuple[str, int]]:
         """Every file below `path`, as (relative path, bytes), sorted."""
@@ -98,7 +98,7 @@ def configure(prefix: str, options: dict[str, str]) -> None:
     """Opens stores at or below a URL with these options from now on, in this process. No value is ever shown."""
 
 def options_of(url: str) -> dict[str, str]:
-    """What was configured for a URL, by names that other readers of the same services know; secrets are among it."""
+    """Returns the options of a URL, by names that other readers of the same services know, including secrets."""
 
 def full_path(path: str) -> str:
     """The path with its scheme; a bare path becomes absolute under `file://`."""

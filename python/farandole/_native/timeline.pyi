@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What can be seen of this process from outside."""
+"""The timeline of this process."""
 
 def start_timeline(path: str, mark_cycles: bool, /) -> None: ...
 def stop_timeline() -> None: ...

@@ -29,15 +29,15 @@ _place_taken: tuple[str, int] | None = None
 
 
 def on_init(reset: Callable[[], None]) -> None:
-    """Has `reset` called whenever a new world begins; framework modules drop what belonged to the last one."""
+    """Registers `reset` for the beginning of each new world; framework modules drop the state of the last one."""
     _on_init.append(reset)
 
 
 def before_elastic(load: Callable[[], None]) -> None:
-    """Has `load` called before this process joins a world of an elastic job.
+    """Registers `load` for the moment before this process joins a world of an elastic job.
 
-    Framework modules import there what scripts use after `init`: the other ranks of a running job wait for a new one
-    from then on.
+    Framework modules import there the modules that scripts use after `init`, because the other ranks of a running job
+    wait for a new rank from then on.
     """
     _before_elastic.append(load)
 
@@ -117,7 +117,7 @@ def init(
     heap.start()
     load.introduce()
     if engine.world().size > 1:
-        stacks.start()  # alone, nobody asks what this process waits in
+        stacks.start()  # a process alone gets no question about its stack
     for reset in _on_init:
         reset()
     begin(sets)

@@ -137,7 +137,7 @@ def optional(check: Check) -> Check:
 
 
 def made_by(convert: Callable[[Any], Any]) -> Check:
-    """What a function makes of the value; its `ValueError` gets the argument's name."""
+    """Returns a check that converts the value; a `ValueError` of the conversion gets the argument's name."""
 
     def check(name: str, value: Any) -> Any:
         try:

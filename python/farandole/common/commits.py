@@ -58,7 +58,7 @@ class StoredCommits:
         return self._remote.run_path
 
     def is_due(self, commits: int) -> bool:
-        """Whether a commit is to be written.
+        """Whether a commit must be written now.
 
         Args:
             commits: Its number.
@@ -99,7 +99,7 @@ class StoredCommits:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Waits for the commit that is being written; what kept the last one from being written."""
+        """Waits for the commit in progress; returns the error of the last one, if any."""
         if self._thread is not None:
             self._thread.join()
         return self._failure
@@ -142,7 +142,7 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was."""
+    """Whether a value is unchanged by writing it as JSON and reading it."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

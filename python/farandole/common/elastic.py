@@ -30,7 +30,7 @@ ATTEMPTS = 3
 
 
 class HostUpdateResult:
-    """How the set of hosts has changed, as bits."""
+    """Changes of the set of hosts, as bits."""
 
     no_update = 0
     removed = 1
@@ -174,7 +174,7 @@ class State:
             self._stored.wait()
 
     def _from_store(self) -> None:
-        """Takes the state from the store, in rank 0 of a world in which nobody has it."""
+        """Takes the state from the store, in rank 0 of a world in which no rank has it."""
         if self._stored is None or self._synced or self._rank() != 0:
             return
         found = self._stored.resume()
@@ -205,7 +205,7 @@ class State:
         raise NotImplementedError
 
     def _take_back(self) -> None:
-        """Takes note that nobody needs what `_lend` has returned; called in another thread."""
+        """Marks the result of `_lend` as unused; called in another thread."""
 
     def _pack(self, lent: Any) -> bytes:
         """A zip archive of what `_lend` has returned; called in another thread."""
@@ -283,7 +283,7 @@ class ObjectState(State):
                 reader.follow_world()
         super().on_reset()
 
-    # What the store of `save_to` gets: attributes, and arrays where a subclass has some.
+    # Contents for the store of `save_to`: attributes, and arrays if a subclass has some.
 
     def _check_storable(self) -> None:
         commits.plain_or_raise(
@@ -387,7 +387,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
                     raise
                 state.restore()
             except HostsUpdatedInterrupt:
-                # What was done since the last commit is not lost.
+                # Keeps the work since the last commit.
                 state.save()
                 state._leave_store()  # noqa: SLF001 - its own module's
             reset()

@@ -23,7 +23,7 @@ class FarandoleUsageError(ValueError, FarandoleInternalError):
 
 
 class FarandoleEnvironmentError(RuntimeError):
-    """The machine, the network or the configuration refused something; the message says what."""
+    """The machine, the network or the configuration refused an operation, which the message names."""
 
 
 class FarandoleBugError(RuntimeError):
@@ -33,7 +33,7 @@ class FarandoleBugError(RuntimeError):
 class WorkerDismissed(SystemExit):
     """This worker of an elastic job is not wanted any more: its host was removed, or it has asked to leave.
 
-    `init` raises it. Where nobody catches it the process ends with code 0, which is no failure of the job.
+    `init` raises it. If it is not caught, the process ends with code 0, which is no failure of the job.
 
     Attributes:
         reason: Why the worker is dismissed.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
 Outcome: TypeAlias = "engine.Gathered | int | None"
-"""What the engine returns for one operation: memory it filled, a number, or nothing."""
+"""The engine's result of one operation: memory it filled, a number, or nothing."""
 _Reached = engine.Reached
 _LOOK = 50e-6
 """Seconds between two looks at a GPU."""
@@ -46,8 +46,8 @@ def joined(last: int) -> int:
 
 
 _Entry: TypeAlias = tuple[tuple[int, ...], Any, Finish]
-"""The members of an operation that nobody has waited for yet, what it keeps, and what makes its result. Plain, for
-there may be hundreds at a time, and with each object more Python's collector of garbage looks at them more often."""
+"""The members of an operation that is not awaited yet, the objects that it keeps, and the function of its result. A
+tuple, because there may be hundreds at a time, and each further object makes the garbage collector run more often."""
 
 
 class _Whole:

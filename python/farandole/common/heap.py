@@ -4,8 +4,8 @@
 
 Workers keep memory that a training step frees, because the next step needs it again (`launcher.ALLOCATOR`). But blocks
 of another size may not fit into the holes, and one small live block keeps everything below it, so a program whose
-tensors change their sizes would grow for ever. Therefore a thread checks the heap regularly. Memory that was unused for
-some seconds is returned to the system if it is more than an eighth of the used memory.
+tensors change their sizes would grow without limit. Therefore a thread checks the heap regularly. Memory that was
+unused for some seconds is returned to the system if it is more than an eighth of the used memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERVAL = 0.25
 """Seconds between two looks."""
 
 _SECONDS = 2.0
-"""How long memory must be unused. A training step frees memory and takes it again sooner, as a rule."""
+"""Seconds for which memory must be unused. A training step usually frees memory and takes it again sooner."""
 
 _LOOKS = 8
 """Looks within that time, at least: one of them is likely to find most of a step's memory in use."""
@@ -33,7 +33,7 @@ _LEAST = 32 << 20
 """Bytes that are not worth the work."""
 
 _SHARE = 8
-"""What is unused may be this part of what is in use."""
+"""Unused memory may be up to this fraction of the memory in use: one eighth."""
 
 _of_process: int | None = None
 
@@ -72,7 +72,7 @@ class Heap:
         raise OSError("the kernel does not report it")
 
     def trim(self) -> None:
-        """Gives back what is unused."""
+        """Returns unused memory to the system."""
         self._trim(0)
 
 
@@ -84,7 +84,7 @@ class Watch:
         self._looks: deque[tuple[float, int]] = deque()
         """When, and how many bytes were resident and not used."""
         self._rest = 0
-        """What a trim could not give back: memory of others than the heap."""
+        """Bytes that a trim could not return, because other allocators hold them."""
 
     def look(self, now: float) -> bool:
         """One look, at this time in seconds; whether it trimmed."""

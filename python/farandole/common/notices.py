@@ -48,7 +48,7 @@ def leave(reason: str = "its script has said so") -> bool:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[None]:
-    """Has `SIGNALS` mean to leave in time, in the main thread of a worker of an elastic job, and puts back what was."""
+    """Lets `SIGNALS` ask a worker of an elastic job to leave, in its main thread; restores the handlers afterwards."""
     before = heed()
     try:
         yield

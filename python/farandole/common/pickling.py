@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-# What cloudpickle writes for a file; versions before 3.1.3 write the file.
+# cloudpickle's replacement for a file's name; versions before 3.1.3 write the name.
 _NOWHERE = "<dynamic-code>"
 _TABLE: Any = cloudpickle.Pickler.dispatch_table
 

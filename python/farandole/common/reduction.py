@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Groups: TypeAlias = "int | list[list[Any]] | None"
-"""How gradients are grouped: all as one, a number of consecutive groups, or keys of variables."""
+"""Groups of gradients: all in one, a number of consecutive groups, or lists of variables' keys."""
 
 
 def check_predivide(factor: float, op: int) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def check_predivide(factor: float, op: int) -> tuple[float, float]:
 
 
 def choose_groups(groups: Any, num_groups: int) -> Any:
-    """`groups`, or what the deprecated `num_groups` says."""
+    """`groups`, or the value of the deprecated `num_groups`."""
     if num_groups:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`, and is deprecated", DeprecationWarning, stacklevel=3

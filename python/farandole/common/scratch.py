@@ -57,7 +57,7 @@ def opened() -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the directories that nobody holds.
+    """Removes the directories that no process holds.
 
     Args:
         folder: Where they are.
@@ -96,7 +96,7 @@ def _held() -> tuple[Path, int] | None:
             except FileNotFoundError:  # another process swept it before it was held
                 continue
             except OSError:
-                path.rmdir()  # which nobody could sweep
+                path.rmdir()  # which could not be removed later
                 raise
             if lock is not None:
                 return path, lock

@@ -74,7 +74,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether this many ranks are a power of two; Adasum here needs it no more."""
+    """Whether a number of ranks is a power of two. Adasum no longer requires it."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -127,7 +127,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Sets environment variables for a block, and puts back what was there.
+    """Sets environment variables for a block, and restores the old values.
 
     Args:
         **kwargs: Names and values; those of value `None` are left alone.
@@ -165,12 +165,12 @@ EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 
 
 def get_ext_suffix() -> str:
-    """How the file names of native Python modules end."""
+    """Returns the suffix of native Python modules."""
     return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Where Horovod's native library of a framework would be.
+    """Returns the path that Horovod's native library of a framework would have.
 
     Args:
         pkg_path: A file of the package.

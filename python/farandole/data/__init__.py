@@ -8,7 +8,7 @@ Example:
     loader = ParquetLoader(data.train_url, batch_size=1024, framework="torch")
     ```
 
-    or, on Parquet that anybody wrote,
+    or, on Parquet from any program,
 
     ```python
     loader = ParquetLoader("/data/train", batch_size=1024, columns=["features", "label"], framework="torch")
@@ -20,15 +20,15 @@ Example:
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
-from farandole.data.frame_loader import frame_loader
 from farandole.data.loader import ParquetLoader
+from farandole.data.loaders.frames import frame_loader
+from farandole.data.loaders.mixed import MixedLoader
+from farandole.data.loaders.pools import LengthLoader, WeightedLoader
+from farandole.data.loaders.stream import StreamLoader
 from farandole.data.media import Audio, Decode, Image
-from farandole.data.mixing import MixedLoader
-from farandole.data.pools import LengthLoader, WeightedLoader
 from farandole.data.prepare import PreparedData, prepare_data
 from farandole.data.ragged import Jagged, Nested, Pad
 from farandole.data.statistics import Statistics, statistics_of
-from farandole.data.stream import StreamLoader
 
 __all__ = [
     "AsyncDataLoaderMixin",

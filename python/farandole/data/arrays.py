@@ -179,7 +179,7 @@ def nested(rows: Jagged, framework: str) -> Any:
 
 
 def wrapper(framework: str) -> Wrap:
-    """The function that turns what a `transformation_fn` returned into a batch.
+    """The function that makes a batch of the result of a `transformation_fn`.
 
     Args:
         framework: `numpy` or `torch`, which `converter` has accepted.

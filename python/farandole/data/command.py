@@ -209,8 +209,8 @@ def _head(given: dict[str, list[str]]) -> int:
 
 def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
     """The first rows, vectors and ragged columns as lists."""
+    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - as above
     from farandole.data.learning import encoding_at  # noqa: PLC0415 - as above
-    from farandole.data.sources import open_source  # noqa: PLC0415 - as above
 
     text = native.read_manifest(url)
     if text is None:

@@ -56,7 +56,7 @@ class BaseDataLoader(ABC):
         return batch
 
     def _mark(self) -> Any:
-        """Where the loader is after the batch that `_iterate` made last."""
+        """Returns the loader's position after the last batch from `_iterate`."""
         return None
 
     def _reached(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
@@ -152,7 +152,7 @@ class _Run:
         self._put(_End(error))
 
     def _put(self, item: Any) -> bool:
-        """Whether there is still somebody to put it for."""
+        """Whether a consumer still waits for batches."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=_SLICE)

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 from farandole._native import store as native
 from farandole._native.reader import Dataset
-from farandole.data.files import Found, find, is_file, is_pattern, is_prepared
-from farandole.data.tables import iceberg_files, iceberg_table
+from farandole.data.inputs.files import Found, find, is_file, is_pattern, is_prepared
+from farandole.data.inputs.tables import iceberg_files, iceberg_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
         return Dataset.open(url)
     from pyarrow import dataset as ds  # noqa: PLC0415 - only for such tables
 
-    from farandole.data.sources import delta_table  # noqa: PLC0415 - as above
+    from farandole.data.inputs.sources import delta_table  # noqa: PLC0415 - as above
 
     try:
         fragments = list(delta_table(url).to_pyarrow_dataset().get_fragments())
@@ -61,7 +61,7 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
 
 
 def is_place(paths: str | Sequence[str]) -> bool:
-    """Whether `open_dataset` would open a directory, which may have more in it than files of rows.
+    """Whether `open_dataset` would open a directory. It may contain other files than files of rows.
 
     Args:
         paths: As for `open_dataset`.

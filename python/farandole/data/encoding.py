@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from farandole.data.sides import Sides
+    from farandole.data.splits import Sides
 
 SIDE = "__validation"
 """Column by which the native writer is told the side of each row."""
@@ -57,7 +57,7 @@ def sources_of(names: Iterable[str], present: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Categories and values for what is missing, all of them known."""
+    """Categories and replacements of missing values, all of them known."""
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     fill: Mapping[str, Any] = field(default_factory=dict)
@@ -65,11 +65,11 @@ class Encoding:
     labels: frozenset[str] = frozenset()
     """Labels, whose categories are classes."""
     learned: Mapping[str, str] = field(default_factory=dict)
-    """Which values were learned, and as what: `{"age": "mean"}`."""
+    """The learned values and the kind of each: `{"age": "mean"}`."""
     sides: Sides | None = field(default=None, compare=False)
-    """Which rows are for validation, if more than a share or a column says so; it is not kept with the data."""
+    """The validation rows, if not chosen by a share or a column alone. It is not kept with the data."""
     ragged: Mapping[str, Ragged] = field(default_factory=dict)
-    """How lists of different lengths are stored and padded."""
+    """The storage and padding of lists of different lengths."""
 
     @classmethod
     def of_model(
@@ -111,7 +111,7 @@ class Encoding:
 
     @property
     def plain_fill(self) -> dict[str, Any]:
-        """Values for columns that stay what they are."""
+        """Replacements in columns that are no categories."""
         return {name: value for name, value in self.fill.items() if name not in self.categories}
 
     def encode(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
@@ -134,7 +134,7 @@ class Encoding:
 
     @property
     def split(self) -> dict[str, Any]:
-        """What the native writer is told about sides, where there is more to tell than the spec says."""
+        """Arguments for the native writer about the split, if the spec does not contain all of it."""
         return {} if self.sides is None else {"validation": {"column": SIDE}}
 
     def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.data.columns import Roles
+    from farandole.data.inputs.sources import Source, Unit
     from farandole.data.places import Place
-    from farandole.data.sides import Split
-    from farandole.data.sources import Source, Unit
+    from farandole.data.splits import Split
 
 WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""
@@ -44,13 +44,13 @@ class Wish:
     learned: Mapping[str, str] = field(default_factory=dict)
     """Values that were learned from other rows, and as what."""
     split: Split | None = None
-    """How validation rows are chosen, if not by rows alone."""
+    """The rule that chooses the validation rows, if it needs more than each row alone."""
     ragged: Mapping[str, Any] = field(default_factory=dict)
-    """What becomes of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` where all is known."""
+    """The treatment of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` if all is known."""
 
     @classmethod
     def like(cls, encoding: Encoding) -> Self:
-        """What has other rows encoded the same way.
+        """Returns the wish that encodes other rows in the same way.
 
         Args:
             encoding: Of rows that were encoded.
@@ -82,7 +82,7 @@ class Wish:
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows are written as they come, but for plain values in the place of what is missing."""
+        """Whether rows are written as they arrive, except that plain values replace missing ones."""
         return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
@@ -102,7 +102,7 @@ class Wish:
         return Encoding(self.categories, self.fill, self.labels, self.learned, ragged=self.ragged)
 
     def without(self, encoding: Encoding) -> Wish:
-        """What of it an encoding does not fulfil.
+        """Returns the part of the wish that an encoding does not fulfil.
 
         Args:
             encoding: Of rows that were encoded already.
@@ -233,7 +233,7 @@ class Wish:
 
 
 class Learner:
-    """Counts what a plan asks for, batch by batch; learners of several tasks are merged."""
+    """Gathers the counts that a plan needs, batch by batch; learners of several tasks are merged."""
 
     def __init__(
         self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
@@ -272,7 +272,7 @@ class Learner:
                 raise ValueError(f"column {name!r} {error}" if name not in str(error) else str(error)) from None
 
     def merge(self, other: Learner) -> None:
-        """Adds what another learner of the same plan has counted."""
+        """Adds the counts of another learner of the same plan."""
         if self.sides is not None:
             self.sides.merge(other.sides)
         for key, tally in self.tallies.items():
@@ -283,7 +283,7 @@ class Learner:
 
 
 def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encoding:
-    """Looks at the rows of a source for what is to be learned, if anything is.
+    """Reads the rows of a source if values must be learned from them.
 
     Args:
         source: The rows.
@@ -321,7 +321,7 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
 
 
 def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -> None:
-    """Keeps with prepared data what became of its categories and missing values.
+    """Stores the encoding of categories and missing values with prepared data.
 
     Args:
         place: Of the data.
@@ -388,7 +388,7 @@ def _decoded(column: Any) -> Any:
 
 
 def _is_training(column: Any) -> Any:
-    """Which rows a validation column puts among the training rows."""
+    """Returns which rows a validation column assigns to training."""
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.compute as pc  # noqa: PLC0415
 

@@ -26,7 +26,7 @@ _TICK = 60.0
 _RENEWAL = 6 * 3600.0
 """Seconds after which a mark is written again that others believe for a week."""
 _TIMES = 10
-"""How often a mark is written again within the time that others believe it."""
+"""The number of times a mark is written again within its validity."""
 _LOCK = threading.Lock()
 _HELD: set[Mark] = set()
 _log = logging.getLogger("farandole")
@@ -47,7 +47,7 @@ class Mark:
         self._pid = os.getpid()
         self._every = _RENEWAL if lasts is None else lasts / _TIMES
         self._due = time.monotonic() + self._every
-        # Whoever deletes or replaces the file holds this, so that no renewal brings it back.
+        # Held while the file is deleted or replaced, so that no renewal writes it again.
         self._touching = threading.Lock()
         with _LOCK:
             _HELD.add(self)
@@ -74,7 +74,7 @@ class Mark:
                 )
 
     def is_due(self) -> bool:
-        """Whether it is time to renew it."""
+        """Whether the mark must be renewed now."""
         return time.monotonic() >= self._due
 
     def release(self, patience: float | None = None) -> None:
@@ -92,7 +92,7 @@ class Mark:
                 self._touching.release()
 
     def _is_held(self) -> bool:
-        """Whether this process, and no parent of it, holds the mark."""
+        """Whether this process itself holds the mark, and not a parent of it."""
         with _LOCK:
             return self in _HELD and self._pid == os.getpid()
 
@@ -143,10 +143,10 @@ def renew_all(*, due: bool = True) -> None:
 
 
 def release_all() -> None:
-    """Lets go of everything this process holds, at its end.
+    """Deletes all marks of this process, at its end.
 
-    A store that is gone shall not keep the process: what is left there then counts no longer than the process lives,
-    where others see that, and as long as they believe it where they cannot.
+    An unreachable store must not delay the end. A mark that stays there counts until others see that the process has
+    ended, or until its time is over if they cannot see it.
     """
     end = time.monotonic() + _AT_EXIT
     for mark in list(_HELD):

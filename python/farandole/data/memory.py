@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where decoded data is kept for `inmemory_cache_all`."""
+"""Storage for decoded data, for `inmemory_cache_all`."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ class Place(Mark):
         self.told: dict[int, str] = {}
 
     def begin(self, key: str) -> None:
-        """Empties the place and says what will be prepared in it.
+        """Empties the place and marks it with the key of the new preparation.
 
         Args:
             key: What the data is made from.
         """
         train = NativeStore(self.train_url)
-        train.delete(MANIFEST)  # first: nobody may find a manifest without its files
+        train.delete(MANIFEST)  # first: no reader may find a manifest without its files
         train.write(_PREPARATION, _json({"key": key, "time": time.time()}))
         for name, _ in train.list():
             if name not in (self._mark, _PREPARATION):
@@ -126,7 +126,7 @@ def note(train_url: str, partition: int, part: bytes, *, last: bool = True, sour
 
 
 def find(store: AbstractFilesystemStore, key: str, *, validates: bool) -> Place | None:
-    """Complete data of a key, which nobody will write over while it is in use.
+    """Complete data of a key, which is not overwritten while it is in use.
 
     Args:
         store: Where to look.
@@ -204,7 +204,7 @@ def _manifest(url: str) -> dict[str, Any] | None:
 
 
 def _complete(store: AbstractFilesystemStore, index: int, key: str, *, validates: bool) -> bool:
-    """Whether manifests have this key and name files that are there, with as many bytes."""
+    """Whether manifests have this key, and all files that they name exist with the right size."""
     urls = [store.get_train_data_path(index), *([store.get_val_data_path(index)] if validates else [])]
     for url in urls:
         manifest = _manifest(url)
@@ -236,7 +236,7 @@ def _last_used(directory: NativeStore) -> float:
 
 
 def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> bool:
-    """Whether a place may be emptied, were it not for processes that use it."""
+    """Whether a place may be emptied if no process uses it."""
     url = store.get_train_data_path(index)
     directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
     theirs = [name for name, _ in directory.list() if not name.startswith(("_lease-", "_use-"))]

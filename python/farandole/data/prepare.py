@@ -22,10 +22,10 @@ from farandole._native import prepare as native
 from farandole.data import places
 from farandole.data.columns import Column, Roles, check_present
 from farandole.data.encoding import sources_of
+from farandole.data.inputs.sources import Source, Unit, open_source
+from farandole.data.inputs.sql import query
 from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
-from farandole.data.sides import split_of
-from farandole.data.sources import Source, Unit, open_source
-from farandole.data.sql import query
+from farandole.data.splits import split_of
 from farandole.data.statistics import Statistics, kept_statistics
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PreparedData:
     val_rows: int
     columns: dict[str, Column]
     reused: bool = False
-    """Whether it had been prepared before."""
+    """Whether the data had been prepared before."""
     dropped: int = 0
     """Rows that the validation column puts on neither side."""
     resumed: int = 0
@@ -79,7 +79,7 @@ class PreparedData:
 
     @property
     def ragged(self) -> dict[str, Ragged]:
-        """How lists of different lengths are padded, by column."""
+        """The padding of lists of different lengths, by column."""
         return {} if self.encoding is None else dict(self.encoding.ragged)
 
     def release(self) -> None:
@@ -232,7 +232,7 @@ def roles_of(
 def spec_of(
     roles: Roles, seed: int, fill: Mapping[str, Any] | float | str | None = None, *, allow_nan: bool = False
 ) -> dict[str, Any]:
-    """What the native writer is told about columns, the split and what is missing; see `farandole._native.prepare`."""
+    """Returns the native writer's arguments for columns, split and missing values; see `farandole._native.prepare`."""
     split: dict[str, Any] | None = None
     if isinstance(roles.validation, str):
         split = {"column": roles.validation}
@@ -277,7 +277,7 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
 
 
 def texts(fill: Mapping[str, Any]) -> dict[str, str]:
-    """Values for what is missing, written out as the native writer wants them.
+    """Values for missing ones, as text for the native writer.
 
     Args:
         fill: Values by column.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.frames import is_spark
-from farandole.data.sources import Source, open_source
+from farandole.data.inputs.frames import is_spark
+from farandole.data.inputs.sources import Source, open_source
 from farandole.data.tallies import Mean, Quantile, numbers
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from farandole.data.sources import Unit
+    from farandole.data.inputs.sources import Unit
 
 _FILE = "_statistics.json"
 _BINS = 10
@@ -56,18 +56,18 @@ class ColumnStatistics:
     least: float | None = None
     most: float | None = None
     edges: list[float] = field(default_factory=list)
-    """Of numbers: the deciles, each once."""
+    """Numbers only: the distinct deciles."""
     counts: list[int] = field(default_factory=list)
-    """Of numbers: rows up to each edge, and above the last one."""
+    """Numbers only: rows up to each edge, and above the last one."""
     values: dict[str, int] = field(default_factory=dict)
-    """Of values: rows of the most frequent ones."""
+    """Values only: rows of each of the most frequent values."""
     distinct: int | None = None
-    """Of values: how many there are; `None` if more than 65,536."""
+    """Values only: the number of distinct values; `None` if more than 65,536."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How a column differs from the statistics."""
+    """The difference of a column from the statistics."""
 
     index: float
     """The population stability index: 0 for equal shares; from 0.25 on the column has changed. NaN where there is none:
@@ -75,7 +75,7 @@ class Drift:
     missing: float
     """The share of missing rows, less the one of the statistics."""
     new: float = 0.0
-    """Of values: the share of rows whose value is not among those of the statistics."""
+    """Values only: the share of rows whose value is not in the statistics."""
 
 
 @dataclass(frozen=True)

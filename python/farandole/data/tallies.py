@@ -69,7 +69,7 @@ class Mean:
                 self.total += int(some) << (shift + exponent - _MANTISSA - _LEAST_EXPONENT)
 
     def merge(self, other: Mean) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.count, self.total = self.count + other.count, self.total + other.total
 
     @property
@@ -87,7 +87,7 @@ class Quantile:
     cells: dict[int, int] = field(default_factory=dict)
     """Rows by number, as an integer of the same order without its lowest bits."""
     dropped: int = 0
-    """How many bits those are: as few as the cells allow, which depends on all rows alone."""
+    """The number of those bits: as few as the cells allow. It depends only on the set of all rows."""
     most: int = _CELLS
     """Cells, at most."""
 
@@ -105,7 +105,7 @@ class Quantile:
         self._count(zip(keys.tolist(), counts.tolist(), strict=True))
 
     def merge(self, other: Quantile) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self._drop(max(0, other.dropped - self.dropped))
         shift = self.dropped - other.dropped
         self._count((key >> shift, count) for key, count in other.cells.items())
@@ -212,13 +212,13 @@ class Longest:
         self.value = max(self.value, compute.max(column.value_lengths()).as_py() or 0)
 
     def merge(self, other: Longest) -> None:
-        """Takes what another task has found."""
+        """Adds the result of another task."""
         self.value = max(self.value, other.value)
 
 
 @dataclass
 class Values:
-    """How often each value of a column occurs."""
+    """The number of occurrences of each value of a column."""
 
     counts: dict[Any, int] = field(default_factory=dict)
 
@@ -240,7 +240,7 @@ class Values:
         self._count(zip(found.field("values").to_pylist(), found.field("counts").to_pylist(), strict=True))
 
     def merge(self, other: Values) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self._count(other.counts.items())
 
     @property

@@ -39,7 +39,7 @@ class TorchDataset(IterableDataset):
         self._resumed: dict[str, Any] | None = None
         self._skip = 0
         self._done = 0
-        # Of each worker: epochs started since `_base`, an epoch and a row, were set.
+        # For each worker, the epochs started since `_base` (an epoch and a row) was set.
         self._started = torch.zeros(MOST_WORKERS, dtype=torch.int64).share_memory_()
         self._base = torch.tensor(loader._next, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
 
@@ -93,7 +93,7 @@ class TorchDataset(IterableDataset):
         self._restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is; in a worker process, where this worker is (as torchdata's `StatefulDataLoader` asks).
+        """Returns the consumer's position; in a worker process, this worker's, for torchdata's `StatefulDataLoader`.
 
         The state of a worker belongs to that number of workers; without workers, it is the loader's and fits any world.
         """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from farandole._native.reader import Batch, Field, Reader
 
 POOLS = ("thread", "process", "dummy")
-"""Where a function may run; `dummy` is the thread that iterates."""
+"""Places where a function may run; `dummy` is the thread that iterates."""
 
 
 class Shapes:

@@ -94,7 +94,7 @@ class Turns:
 
     @classmethod
     def told(cls, records: Sequence[dict[str, Any] | None]) -> Turns:
-        """The books of a rank that has none yet, by what the others have told; `agree` is to follow."""
+        """The state of a new rank, from the records of the others; call `agree` next."""
         one = next(record for record in records if record is not None)
         return cls(one["total"], one["batch"], one["drops"], 0, len(records), one["place"])
 
@@ -156,7 +156,7 @@ class Turns:
         return place, Round(nothing, size, True)
 
     def rows(self, piece: Piece) -> int:
-        """How many rows a piece has."""
+        """Returns the number of rows of a piece."""
         read = min(piece.batch, -(-(self.total - piece.start - piece.rank) // piece.size))
         return max(0, -(-(read - piece.offset) // piece.stride))
 
@@ -167,7 +167,7 @@ class Turns:
         return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}
 
     def agree(self, records: Sequence[dict[str, Any] | None], rank: int) -> None:
-        """Takes over what the ranks of a new world have come to.
+        """Takes over the agreed state of the ranks of a new world.
 
         Args:
             records: What each of them has told; `None` of those that are new. Some rank has told one.

@@ -206,7 +206,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows to every member and returns what all members sent here.
+    """Sends rows to every member and returns the rows that all members sent here.
 
     Differentiable: rows' gradients go back where the rows came from.
 

@@ -55,7 +55,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            # What fails in DistributedDataParallel's C++ comes back with its text alone.
+            # An error that passed through DistributedDataParallel's C++ has kept only its text.
             if isinstance(error, FarandoleInternalError) or FarandoleInternalError.__name__ not in str(error):
                 raise
             raise FarandoleInternalError(str(error)) from error
@@ -106,7 +106,7 @@ class LightningState(TorchState):
         if trainer.max_steps != -1:
             raise ValueError(f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}")
         trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
-        # What is left of an epoch has fewer batches than the next one: Lightning counts them when it loads.
+        # The rest of an epoch has fewer batches than the next epoch, and Lightning counts them when it loads.
         trainer.reload_dataloaders_every_n_epochs = 1
         with scratch.directory() as folder:
             if self._checkpoint is not None:
@@ -122,7 +122,7 @@ class LightningState(TorchState):
                 self._trainer = None
 
     def save(self) -> None:
-        """Keeps everything as it is, while a trainer trains; else what it kept last stays."""
+        """Saves the state while a trainer trains; otherwise the last saved state stays."""
         if self._trainer is not None:
             taken = copied(_at_the_start(_dumped(self._trainer)), self._spare)
             self._checkpoint, self._spare = taken, self._checkpoint
@@ -197,7 +197,7 @@ class _Moments:
 
     @property
     def state_key(self) -> str:
-        """What a checkpoint knows it by."""
+        """The key of the callback's state in a checkpoint."""
         return "farandole.elastic"
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:

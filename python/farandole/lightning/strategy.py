@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
 
 NAMES = ("farandole", "horovod")
-"""What `Trainer(strategy=...)` takes once the strategy is registered."""
+"""Values for `Trainer(strategy=...)` that the registration adds."""
 
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
 class _World:
-    """Ranks and sizes as the session has them; it begins when somebody asks."""
+    """Ranks and sizes of the session, which starts with the first question."""
 
     @property
     def creates_processes_externally(self) -> bool:

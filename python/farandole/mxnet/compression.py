@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Compressor:
-    """How an array is made smaller before a reduction and restored after it."""
+    """Makes an array smaller before a reduction and restores it afterwards."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:

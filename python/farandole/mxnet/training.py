@@ -160,7 +160,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
 
     def _allreduce_grads(self) -> None:
-        """What `step` calls before it updates."""
+        """Reduces the gradients. `step` calls it before the update."""
         places = [place for place, param in enumerate(self._params) if param.grad_req != "null"]
         for part in self._parts(places):
             grads = [self._params[place].list_grad()[0] for place in part]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 Factors = tuple[float, float]
-"""What inputs and the result are multiplied by."""
+"""Factors of the inputs and of the result."""
 
 
 def _start(value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool) -> int:

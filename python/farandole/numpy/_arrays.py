@@ -95,7 +95,7 @@ def is_plain(array: Array) -> bool:
 
 
 def require_in_place(value: Any) -> Array:
-    """Refuses what an in-place operation cannot write to.
+    """Refuses values that an in-place operation cannot write to.
 
     Raises:
         ValueError: When it is no array, or read-only.

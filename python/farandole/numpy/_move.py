@@ -262,7 +262,7 @@ def _start_alltoall(
 
 
 def _row_counts(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
-    """How many of the rows go to each member.
+    """Returns the number of rows for each member.
 
     Raises:
         ValueError: When they cannot be dealt out that way.
@@ -313,7 +313,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """Sends rows to every member and returns what all members sent here.
+    """Sends rows to every member and returns the rows that all members sent here.
 
     Args:
         tensor: As for `alltoall_async`.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def own_rows(rows: int, process_set: ProcessSet) -> int:
-    """How many of `rows` this rank gets: all get the same number, and the first ones one more of what is left.
+    """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if rows remain.
 
     Raises:
         ValueError: When the set is not registered, or this rank is not a member.

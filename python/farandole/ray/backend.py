@@ -274,7 +274,7 @@ class RayAgents(Agents):
         return not self._served or len(self._ready()) == self._size
 
     def gave_up(self) -> bool:
-        """Whether an agent has ended; asked for while the gang forms."""
+        """Whether an agent has ended; called while the gang forms."""
         return bool(self._ready())
 
     def cancel(self) -> None:
@@ -284,7 +284,7 @@ class RayAgents(Agents):
             needed().kill(actor)
 
     def endings(self) -> list[Ending]:
-        """How every task ended; an actor that died is an ending, too."""
+        """Returns how each task ended. The death of an actor counts as an end."""
         found = []
         survived = True
         for task, reference in enumerate(self._served):

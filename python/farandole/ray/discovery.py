@@ -38,7 +38,7 @@ def asked_by(workers: Mapping[str, int]) -> Iterator[None]:
 
 
 class RayHostDiscovery(HostDiscovery):
-    """The nodes of the cluster with room for workers, by what is free there now.
+    """The nodes of the cluster with room for workers, according to their free resources.
 
     While an elastic job asks, the room of its own workers counts as free.
 

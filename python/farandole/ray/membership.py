@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How a worker of Ray Train becomes a rank: called in its actor, by the backend and around the training function.
+"""Makes a worker of Ray Train a rank: called in its actor, by the backend and around the training function.
 
 In an elastic job, the registrar knows a worker through its agent. The actor runs an agent in a thread. The agent's
 child process represents the actor: it ends with the outcome of the training function, and dies with the actor.
@@ -48,7 +48,7 @@ def take_place(ticket: str, rank: int, variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Around a training function: leaves the world after it, so that nobody waits for this rank."""
+    """Around a training function: leaves the world after it, so that no rank waits for this one."""
     from farandole.common import basics  # noqa: PLC0415 - as above
 
     try:
@@ -129,7 +129,7 @@ class _Enlisted:
             watch.start()
             try:
                 launcher.run_agent(ticket, task, [*_STAND_IN, path], elastic=True, stream_output=False)
-            except Exception as error:  # noqa: BLE001 - whoever waits for the beginning raises it
+            except Exception as error:  # noqa: BLE001 - raised where the beginning is awaited
                 self._refused = f"{type(error).__name__}: {error}"
             finally:
                 self._ended.set()
@@ -143,7 +143,7 @@ class _Enlisted:
             try:
                 self._pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
-                self._ended.wait(0.02)  # nobody reads yet
+                self._ended.wait(0.02)  # there is no reader yet
                 continue
             self._begun.set()
             return

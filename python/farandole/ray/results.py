@@ -41,7 +41,7 @@ class Waiting:
         self._queue: Any = None
 
     def __enter__(self) -> Self:
-        """Has the workers send their records here, where somebody wants them."""
+        """Lets the workers send their records here, if they are wanted."""
         if self._callbacks:
             from ray.util.queue import Queue  # noqa: PLC0415 - Ray may be absent
 
@@ -92,7 +92,7 @@ class Waiting:
     def _leave(self, left: Sequence[Any]) -> None:
         """Has those that live leave the broken world, so that the next function forms another one.
 
-        The failures of `left` are consequences: they are read, for Ray prints what nobody has read.
+        The failures of `left` are consequences: they are read, because Ray prints unread ones.
         """
         ray = needed()
         asked = [*(worker.leave.remote() for worker in self._workers), *left]
@@ -139,5 +139,5 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _is_cause(error: BaseException) -> bool:
-    """Whether a failure is no mere consequence of another rank's."""
+    """Whether a failure is a cause, and not a consequence of another rank's failure."""
     return not isinstance(error, FarandoleInternalError)

@@ -465,7 +465,7 @@ class RayExecutor:
         self.adapter = None
 
     def _told(self, method: str, args: tuple[Any, ...], callbacks: Sequence[Callable[..., Any]] | None) -> list[Any]:
-        """What a method returns that takes callbacks, which are called in this process."""
+        """Returns the result of a method that takes callbacks, and calls them in this process."""
         if not self._remote or not callbacks:
             return self._ask(method, *args, callbacks)
         from ray.util.queue import Queue  # noqa: PLC0415 - Ray may be absent

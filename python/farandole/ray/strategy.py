@@ -25,14 +25,14 @@ _NEWS_EVERY = 15.0
 
 
 class _Running:
-    """How many jobs of this process hold resources that they give back when they end."""
+    """Counts the jobs of this process that hold resources until they end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs = 0
 
     def jobs(self) -> int:
-        """How many there are."""
+        """The number of these jobs."""
         with self._lock:
             return self._jobs
 
@@ -74,7 +74,7 @@ def create_placement_group(
         The placement group and its bundles.
 
     Raises:
-        TimeoutError: Not all of it could be reserved in time; the message says what there is and what was asked for.
+        TimeoutError: Not all of it could be reserved in time; the message names both amounts.
     """
     ray = needed()
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415 - as Ray itself
@@ -125,7 +125,7 @@ def _reserved(group: Any, limit: float, say: Callable[[str], None], before: Call
 def reserved(
     cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
 ) -> Iterator[Any]:
-    """Resources for a number of workers at once, given back afterwards: two jobs never hold half of what each needs.
+    """Resources for a number of workers at once, given back afterwards. Two jobs never hold half of theirs each.
 
     Args:
         cpus: CPUs of a worker.

@@ -22,7 +22,7 @@ from ray.train.backend import Backend, BackendConfig  # noqa: E402 - after the c
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: E402
 
 from farandole.ray import membership  # noqa: E402
-from farandole.ray.regime import Regime  # noqa: E402
+from farandole.ray.elastic_train import Regime  # noqa: E402
 from farandole.ray.runner import places  # noqa: E402
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FarandoleConfig(BackendConfig):
 
     @property
     def framework(self) -> None:
-        """None of those that Ray counts."""
+        """`None`: Ray counts the use of some frameworks, and Farandole is none of them."""
         return
 
     def to_dict(self) -> dict[str, Any]:

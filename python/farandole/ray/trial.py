@@ -23,7 +23,7 @@ _KIND: Final = "ray tune"
 
 @dataclass
 class RankSession:
-    """What `ray.tune` asks in a rank, instead of the session of the trial's process.
+    """Stands in a rank for the session of the trial's process, which `ray.tune` asks.
 
     Attributes:
         experiment_name: As Tune's.
@@ -91,7 +91,7 @@ class RankSession:
         return number
 
     def pass_on(self, record: Mapping[str, Any]) -> None:
-        """Reports to Tune what a rank has sent; called in the process of the trial.
+        """Passes a rank's report to Tune; called in the process of the trial.
 
         Args:
             record: What `Backend.run` hands to `on_progress`; records of other kinds are left alone.

@@ -40,8 +40,8 @@ def trainable(
 ) -> Any:
     """A trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
 
-    What `farandole.tuning.report` tells on rank 0 is reported to Tune, which may stop the trial; so is what rank 0
-    returns, where that is a dict.
+    Tune gets the reports of `farandole.tuning.report` on rank 0, and may stop the trial. It also gets the result of
+    rank 0 if that is a dict.
 
     Args:
         train: Runs on every rank of a trial with the trial's configuration.

@@ -52,7 +52,7 @@ def run(
     timeline: str | Path | bool | None = None,
     ui: bool | str | Path | Store = False,
 ) -> list[Any]:
-    """Runs a function on `num_proc` processes and returns what it returned on each rank.
+    """Runs a function on `num_proc` processes and returns the result of each rank.
 
     Without `hosts` and `hostfile` the processes run on the hosts of the batch system's job that this process is in
     (Slurm, LSF, PBS, Grid Engine, Kubernetes MPIJob), else on this host. Other hosts are reached by ssh and need

@@ -195,7 +195,7 @@ class LocalBackend(Backend):
         from farandole.common import logs  # noqa: PLC0415
 
         logs.start()
-        # Nobody elsewhere needs to reach it, whatever the variables say of other jobs.
+        # Only this host needs to reach it, so the variables for jobs on several hosts do not apply.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
     def _agents(self, work: Work, size: int) -> Agents:
@@ -223,7 +223,7 @@ def _cores() -> int:
 
 
 _CORES = Slots(_cores, "cores")
-"""What the jobs of searches on this host share."""
+"""The cores that the jobs of searches on this host share."""
 
 
 def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:

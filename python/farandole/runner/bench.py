@@ -60,7 +60,7 @@ class Memory:
 
 
 def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[], int], int]:
-    """What submits the operation once, and the bytes it really has.
+    """Returns a function that submits the operation once, and the number of bytes of the operation.
 
     Args:
         operation: Its name.

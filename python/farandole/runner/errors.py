@@ -71,7 +71,7 @@ class FarandoleJobError(RuntimeError):
             parts.append(f"({_HINTS[self.signal_name]})")
         if self.remote_traceback:
             parts.append(f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}")
-        # A traceback that nobody caught is on stderr as well: once is enough.
+        # The traceback of an exception that was not caught is on stderr as well: once is enough.
         tail = self.stderr_tail.replace((self.remote_traceback or "").strip(), "").rstrip()
         if tail:
             parts.append(f"\n--- last lines of stderr of rank {self.rank} ---\n{tail}")

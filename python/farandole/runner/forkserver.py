@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed servers have left, once their owners are gone: none of them starts another one there.
+    """Removes files of killed servers whose owners have ended, so that none of them starts another server there.
 
     Args:
         folder: Where sockets are, each with a lock beside it that names the owner.
@@ -136,12 +136,12 @@ class Server:
         _settle()
         self._files = _files()
         self._looked: float | None = None
-        # What lives now lives on: without this every collection in a worker would touch, and so copy, its pages.
+        # All present objects stay: without freeze, each collection in a worker would touch their pages and copy them.
         gc.collect()
         gc.freeze()
 
     def serve(self) -> None:
-        """Forks for whoever asks; returns when there is no reason to stay."""
+        """Forks a process for each request; returns when there is no reason to stay."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._tie, select.POLLIN)
@@ -209,7 +209,7 @@ class Server:
         stand_in.close()
 
     def _is_stale(self) -> bool:
-        """Whether a file is no longer what was imported; workers of one job are asked for together."""
+        """Whether an imported file has changed. One check serves the workers of a job, which are requested together."""
         if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
             return False
         self._looked = time.monotonic()
@@ -261,7 +261,7 @@ def _settle() -> None:
     if "numpy" in sys.modules:
         # NumPy loads it when it is first asked for, which is for every worker's own random numbers.
         importlib.import_module("numpy.random")
-    compiler = sys.modules.get("farandole.spark.torch.compiler")
+    compiler = sys.modules.get("farandole.spark.torch.training.compiler")
     if compiler is not None:
         # The first optimizer of every worker would import it, which takes longer than to import torch.
         compiler.defer()
@@ -296,7 +296,7 @@ def _is_own(stand_in: socket.socket) -> bool:
 
 
 def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
-    """What a stand-in hands over.
+    """Receives the request of a stand-in.
 
     Raises:
         ValueError: It is no request.
@@ -323,7 +323,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _message(stand_in: socket.socket, head: bytes) -> bytes:
-    """What follows a length; nothing where it is none, or the stand-in hangs up."""
+    """Receives the message after its length; empty if the length is invalid or the stand-in hangs up."""
     length = struct.unpack("=I", head)[0] if len(head) == struct.calcsize("=I") else 0
     message = bytearray()
     while len(message) < length <= _MOST:
@@ -360,7 +360,7 @@ def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoRet
         os.chdir(directory)
         _own_streams()
         _own_state()
-        # What a worker started the long way has there.
+        # As in a worker that was started as a process of its own.
         sys.modules["__main__"] = worker
         sys.argv = [str(Path(worker.__file__))]
         status = worker.main()
@@ -390,7 +390,7 @@ def _own_streams() -> None:
 
 
 def _own_state() -> None:
-    """What a process of its own would have: its signals, its share of the cores, its own random numbers."""
+    """Gives a forked worker its own signal handlers, CPU affinity and random numbers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -77,7 +77,7 @@ class Agents(ABC):
 
     @abstractmethod
     def endings(self) -> list[Ending]:
-        """How every task ended; raises what kept the agents from running. Called once `done`."""
+        """Returns how each task ended, once `done`; raises the error that kept the agents from running."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Output:
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
         verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
-        written: Streams with lines that nobody may have seen yet.
+        written: Streams with lines that may not have been shown yet.
         files: Where each rank's lines go besides.
     """
 
@@ -151,11 +151,11 @@ class _Seen:
     well_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
     lost: str = ""
-    """Which task of a gang that worked was lost first, and why; known until the next gang works."""
+    """The first task that a working gang lost, with the reason; cleared when the next gang works."""
 
     @property
     def is_forming(self) -> bool:
-        """Whether tasks are waited for: at the beginning, and after one was lost that somebody may start again."""
+        """Whether tasks are awaited: at the beginning, and after the loss of one that may be started again."""
         return not self.assigned or (self.verdict is not None and self.failed is None)
 
 
@@ -281,7 +281,7 @@ class _Gang(Hearing):
         Spark may never run a stage again whose executor was lost while another's task was ending.
 
         Raises:
-            FarandoleJobError: They did not come in time, and nobody else has the results.
+            FarandoleJobError: They did not come in time, and there is no other copy of the results.
         """
         since = self.seen.well_since = self.seen.well_since or now
         if self.has_results():
@@ -301,7 +301,7 @@ class _Gang(Hearing):
         return True
 
     def endings(self) -> list[Ending]:
-        """How every task ended: as the agents say, or as this generation published when Spark lost their rows."""
+        """Returns how each task ended: as its agent reports, or as this generation published if Spark lost its row."""
         told: list[Ending] = []
         lost: FarandoleJobError | None = None
         try:
@@ -315,9 +315,16 @@ class _Gang(Hearing):
                 "Spark lost rows of a job whose workers had all ended successfully; the driver has their results"
             )
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
+        if lost is not None and self.seen.lost:
+            # Spark reports a lost executor by its own words and timeout; the registrar knows the rank and the host.
+            raise FarandoleJobError(f"{lost}{self.gang_before()}") from lost
         if lost is not None:
             raise lost
         return told
+
+    def gang_before(self) -> str:
+        """The loss that ended the gang before this one, as the end of a sentence; empty if there was none."""
+        return f"; of the gang before, {self.seen.lost}" if self.seen.lost else ""
 
     def all_ended_well(self) -> bool:
         ended = self.seen.ended
@@ -328,7 +335,7 @@ class _Gang(Hearing):
         return self.all_ended_well() and len(self.seen.results) == self.size
 
     def ending(self, event: Event) -> Ending:
-        """What the registrar alone knows of a worker's end; results up to 16 MiB pass through it, too."""
+        """Returns an ending from the registrar's own knowledge, with a result of at most 16 MiB."""
         task = event.task or 0
         return Ending(
             task,
@@ -376,7 +383,7 @@ class _Gang(Hearing):
         self.seen.registered.add(task)
 
     def assigned(self, event: Event) -> None:
-        # What came since the tasks began to register was about the generation before, its verdict too.
+        # All events since the tasks began to register, also a verdict, were about the generation before.
         self.seen = _Seen(time.monotonic(), set(range(self.size)), assigned=True)
         self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
         self.watcher.seats(self.seen.seats)
@@ -392,7 +399,7 @@ class _Gang(Hearing):
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
             # It may be a survivor that lost its peer: the verdict knows better, if one comes.
-            # Where the gang meets among itself, none comes from a lost host, and Spark starts them all again.
+            # If the gang meets at an executor, a lost host sends no verdict, and Spark starts all tasks again.
             grace = self.start_timeout if self.agents.meets_elsewhere() else _GRACE_AFTER_EXIT
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 
@@ -440,7 +447,7 @@ class _Gang(Hearing):
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
             f"had registered{f'; {short_of}' if short_of else ''}"
-            f"{f'; of the gang before, {self.seen.lost}' if self.seen.lost else ''}"
+            f"{self.gang_before()}"
         )
 
     def end(self, reason: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reach:
-    """How other hosts are reached.
+    """The way to reach other hosts.
 
     Attributes:
         ssh_command: Program that is called with a host and a command; default: the batch system's own, else `ssh`.
@@ -140,7 +140,7 @@ class HostsAgents(Agents):
         return told and self._local.done()
 
     def gave_up(self) -> bool:
-        """Whether a host cannot be used, and the others have answered: all that cannot be used are told."""
+        """Whether a host cannot be used and all other hosts have answered: the error then names all such hosts."""
         self._hear()
         answered = all(
             host in self._ready or all(task in self._endings for task in tasks) for host, tasks, _ in self._remotes
@@ -162,7 +162,7 @@ class HostsAgents(Agents):
         self._local.cancel()
 
     def endings(self) -> list[Ending]:
-        """How every task ended.
+        """Returns how each task ended.
 
         Raises:
             FarandoleJobError: Hosts could not be used; all of them are told.

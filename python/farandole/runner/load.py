@@ -143,7 +143,7 @@ def takes(index: int) -> None:
 
 
 def introduce() -> None:
-    """Says who this process is to a driver that shows its ranks, then how busy it is and what stalls; once."""
+    """Reports identity, load and stalls of this process to a driver that shows its ranks. Further calls do nothing."""
     if TOLD not in os.environ or _INTRODUCED:
         return
     from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
@@ -158,7 +158,7 @@ def introduce() -> None:
 
 
 def watch(say: Callable[[dict[str, Any]], object]) -> None:
-    """Starts a thread that says this process's load until it ends.
+    """Starts a thread that reports this process's load until it ends.
 
     Args:
         say: Gets a record for each look. An exception ends the thread.

@@ -43,7 +43,7 @@ class LocalAgents(Agents):
         """Nothing more to do: agents in this process end with the registrar's abort."""
 
     def endings(self) -> list[Ending]:
-        """How every task ended."""
+        """Returns how each task ended."""
         return [self._endings[task] for task in sorted(self._endings)]
 
     def _serve(self, task: int) -> None:

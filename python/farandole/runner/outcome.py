@@ -33,7 +33,7 @@ Row = tuple[int, str, int, bytes]
 
 @dataclass(frozen=True)
 class Ending:
-    """How the worker of one task ended.
+    """The end of a task's worker.
 
     Attributes:
         task: Number of the task.
@@ -133,7 +133,7 @@ def raise_first(endings: list[Ending], size: int) -> None:
     if not failed:
         missing = sorted(set(range(size)) - {ending.task for ending in endings})
         raise FarandoleJobError(f"Spark returned no rows of these tasks: {missing}")
-    # The one that nobody else ended is the cause; refusals of an agent come before what they made others do.
+    # The worker that failed by itself is the cause; an agent's refusal comes before its consequences.
     cause = min(failed, key=lambda ending: (ending.aborted, ending.refused is None, ending.rank or 0))
     error, origin = failure(cause)
     raise error from origin

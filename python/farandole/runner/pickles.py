@@ -14,7 +14,7 @@ _DEPTH = 6
 
 
 def culprit(things: Mapping[str, Any]) -> str:
-    """The first of several things that cannot be pickled, what inside of it is to blame, and what pickle says.
+    """The first object that cannot be pickled, the part of it that is the cause, and pickle's message.
 
     Args:
         things: by the names that their user knows them by.
@@ -30,7 +30,7 @@ def culprit(things: Mapping[str, Any]) -> str:
 
 
 def _path(value: Any, why: str, depth: int) -> str:
-    """Where inside of an object the same reason is met last: it may have further parts that it does not pickle."""
+    """Returns the path of the innermost object with this reason. Other parts may be impossible to pickle, too."""
     for step, inner in _inside(value) if depth else ():
         if _refusal(inner) == why:
             return f"{step}{_path(inner, why, depth - 1)}"

@@ -77,7 +77,7 @@ def _hand_over(server: "_socket.socket") -> None:
 
 
 def _words(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a program without typing
-    """What the server says: lines of two words each, until it hangs up."""
+    """Yields the server's lines, two words each, until it hangs up."""
     heard = b""
     while True:
         while b"\n" in heard:

@@ -3,7 +3,7 @@
 """A queue of jobs for a number of slots.
 
 A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half of what each needs,
-and small jobs do not overtake a large one for ever.
+and small jobs cannot overtake a large one without limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LONGEST_WAIT: Final = 86_400.0
-"""Seconds that a job waits for the slots of others where nobody says a limit: those jobs have limits of their own."""
+"""Seconds that a job waits for the slots of others if no limit is given. Those jobs have limits of their own."""
 
 _LEAST_LEFT = 0.1
 _LOOK_EVERY = 0.25

@@ -187,7 +187,7 @@ def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering |
 
 
 def variables() -> dict[str, str | None]:
-    """What the workers of a job that begins are told so that their agents send their timelines."""
+    """Returns variables for the workers of a new job, with which their agents send timelines."""
     gathering = _CURRENT.get()
     if gathering is None:
         return {}

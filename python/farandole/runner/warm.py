@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 SWITCH: Final = "FARANDOLE_WARM_WORKERS"
 IDLE: Final = "FARANDOLE_WARM_IDLE_SECONDS"
 PRELOADS: Final = ("torch", "farandole.torch", "farandole.spark.torch.remote")
-"""What a server imports: the first must work, the others are dropped where they do not."""
+"""Modules that a server imports. The first must be importable; others that are not are left out."""
 _LIGHTNING: Final = ("lightning.pytorch", "pytorch_lightning")
 
 _IDLE_SECONDS: Final = 120.0
 _START: Final = 10.0
 _HERE: Final = Path(__file__).parent
 _SOCKET_PATH: Final = 100
-# What an import can depend on. The rest of the environment is set in the forked worker.
+# Variables that an import can depend on. The rest of the environment is set in the forked worker.
 _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )
@@ -51,7 +51,7 @@ _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
 @dataclass(frozen=True)
 class Warm:
-    """That workers are to come from a fork server.
+    """Asks for workers that are forked from a server.
 
     Attributes:
         preload: Modules it imports.
@@ -69,7 +69,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
 
     Args:
         asked: What the caller says; `None` leaves it to `FARANDOLE_WARM_WORKERS`, and that to `by_default`.
-        by_default: What holds when nobody says, outside of notebooks and Spark's searches over parameters.
+        by_default: The default outside of notebooks and of Spark's searches over parameters.
 
     Raises:
         ValueError: A variable does not parse.

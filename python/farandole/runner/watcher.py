@@ -73,4 +73,4 @@ class Watcher:
 
 
 NOBODY: Final = Watcher()
-"""For where nobody watches."""
+"""For a job that is not watched."""

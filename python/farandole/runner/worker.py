@@ -24,7 +24,7 @@ from farandole.runner.watcher import TOLD
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
 EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
-"""What the driver of an elastic job wants to know of each worker: its executor of Spark, or its node of Ray."""
+"""The worker's Spark executor or Ray node, which the driver of an elastic job asks for."""
 
 
 def main() -> int:
@@ -85,7 +85,7 @@ def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
 def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    # The first frame is `_call`, which is nobody's business.
+    # The first frame is `_call`, which does not help the user.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(kind, error, frames))
     try:

@@ -3,6 +3,8 @@
 """The function of `farandole demo`: a first fit with the installed packages, on data that it generates.
 
 With a Java it trains on Spark `local[2]`, otherwise on two processes of this host. `TorchEstimator` does both.
+`examples/spark_torch_digits.py` has nearly the same estimator as a script to read and change, with `transform` and a
+saved model. The command cannot run that file, because it must work without a checkout.
 """
 
 # ruff: noqa: T201 - printing is what it is for

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from farandole.stores.store import Store
 
 DIAL_OUT = "FARANDOLE_DIAL_OUT"
+"""Hosts open connections and accept none, so a gang can meet only at its driver."""
 GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
-"""That hosts open connections and take none, which leaves a gang no place to meet but its driver."""
 
 
 def run(  # noqa: D417 - the ignored ones are named in one line
@@ -67,7 +67,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
-    """Runs a function on `num_proc` Spark tasks that start together, and returns what it returned on each rank.
+    """Runs a function on `num_proc` Spark tasks that start together, and returns the result of each rank.
 
     Each task starts one worker process and passes it the function; inside, `farandole.torch.init()` and its siblings
     form the world. Works on classic Spark and on Spark Connect.
@@ -352,7 +352,7 @@ def _turn(
 ) -> Iterator[float]:
     """Waits for a job's slots and holds them; the seconds that are left for its start."""
     if profile is not None:
-        yield start_limit(start_timeout)  # nobody knows the slots of another profile
+        yield start_limit(start_timeout)  # the slots of another profile are unknown
         return
     with queue(cluster).started(number, output.say, start_timeout) as left:
         yield left

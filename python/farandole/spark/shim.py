@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 CLASS: Final = "io.farandole.spark.FarandolePlugin"
-"""What `spark.plugins` names."""
+"""The class to name in `spark.plugins`."""
 
 JAR: Final = Path(__file__).with_name("farandole-spark.jar")
 """The jar that travels in the wheel."""
@@ -103,7 +103,7 @@ class Shim:
         self._call("gauge", name, float(value))
 
     def news(self) -> list[dict[str, str]]:
-        """What Spark said of executors, and of the stages and tasks of gangs, since the last call of this object."""
+        """Returns Spark's news of executors and of the gangs' stages and tasks since the last call of this object."""
         told = self._call("news", self._next)
         if told is None:
             return []

@@ -55,11 +55,11 @@ def choose_device(
     visible: str | None = None,
     by_local_rank: bool = False,
 ) -> Choice | None:
-    """The one rule by which a rank gets its GPU.
+    """Chooses the GPU of a rank.
 
-    Spark's address comes first. It counts the host's GPUs, where `CUDA_VISIBLE_DEVICES` masks some of them it is looked
-    up in that list; where the list does not have it, the cluster manager has masked the rest of the host, and the
-    address counts what is left. Without an address the local rank decides.
+    Spark's address has priority. It counts the host's GPUs. If `CUDA_VISIBLE_DEVICES` hides some of them, the address
+    is looked up in that list. If the list lacks it, the cluster manager has hidden the rest of the host, and it counts
+    the visible GPUs. Without an address, the local rank decides.
 
     Args:
         count: GPUs that this process sees.
@@ -124,7 +124,7 @@ def resources() -> dict[str, list[str]]:
 
 
 def is_told() -> bool:
-    """Whether this worker's driver shows what its ranks say of themselves."""
+    """Whether this worker's driver shows the reports of its ranks."""
     return TOLD in os.environ
 
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Consent to unpickle files of a store, which runs their code.
 
-The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. A reader's `allow_pickle(...)` has
-priority. Without either, the two kinds of reads differ:
+The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. `allow_pickle`, a method of readers
+and a parameter of `LightningEstimator`, has priority. Without either, the two kinds of reads differ:
 
 - when a run is resumed, the user has not named the checkpoint: only tensors and plain values are unpickled;
 - in `load(path)`, the user has named the path: it is unpickled, with a warning. Spark ML's own `PipelineModel.load`
@@ -15,11 +15,12 @@ from __future__ import annotations
 import os
 
 VARIABLE = "FARANDOLE_ALLOW_PICKLE"
+PARAMETER = "allow_pickle"
 _WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 class PickleNotAllowedError(ValueError):
-    """Something in a store holds code, and nobody has allowed to run it."""
+    """An object in a store contains code, and the user has not allowed to run it."""
 
 
 def given() -> bool | None:
@@ -36,8 +37,20 @@ def given() -> bool | None:
     return _WORDS[text]
 
 
+def decision(allowed: bool | None) -> bool | None:
+    """What the caller says, or else the variable; `None` if neither says anything.
+
+    Args:
+        allowed: by the caller.
+
+    Raises:
+        ValueError: the variable says something else than 1 or 0.
+    """
+    return given() if allowed is None else allowed
+
+
 def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
-    """Refuses to unpickle what a user loads, where that was asked for.
+    """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
         path: of what is loaded.
@@ -47,7 +60,7 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     Raises:
         PickleNotAllowedError: it is not allowed.
     """
-    if (given() if allowed is None else allowed) is False:
+    if decision(allowed) is False:
         raise PickleNotAllowedError(
             f"what is saved at {path} holds pickled code, which is not allowed to run: allow it with "
             f"read().allow_pickle(True) or {VARIABLE}=1{instead}"

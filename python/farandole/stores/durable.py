@@ -139,7 +139,7 @@ def synchronize(directory: Path, disk: Disk = _DISK) -> None:
             disk.sync(Path(folder) / name)
         disk.sync(Path(folder))
     for above in directory.parents:
-        with contextlib.suppress(PermissionError):  # somebody else's, which was there before
+        with contextlib.suppress(PermissionError):  # a directory of another user, which existed before
             disk.sync(above)
 
 

@@ -85,7 +85,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return store.read_range(name, first, max(first, last))
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Writes a file so that nobody sees half of it."""
+        """Writes a file so that no reader sees half of it."""
         store, name = self._at(path)
         if mode == "create" and store.exists(name):
             raise FileExistsError(path)
@@ -168,7 +168,7 @@ class _Writing(io.BytesIO):
             self._fs.pipe_file(self._path, data)
 
     def __del__(self) -> None:
-        """A file that nobody closed is not written: it may be half of one."""
+        """Does not write a file that was not closed, because it may be incomplete."""
 
     def __exit__(self, kind: object, *rest: object) -> None:
         """Writes the file, unless the block failed."""

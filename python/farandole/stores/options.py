@@ -52,7 +52,7 @@ class StorageOptions:
         return isinstance(other, StorageOptions) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
-        """Of the places."""
+        """Returns the hash of the places."""
         return hash(self._places)
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ class RemoteStore:
         return run.read(name) if run.exists(name) else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file of the run so that nobody ever sees half of it; nothing happens when runs are not saved.
+        """Writes a file of the run so that no reader sees half of it; does nothing if runs are not saved.
 
         Args:
             name: path below the run's directory.

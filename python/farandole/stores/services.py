@@ -23,7 +23,7 @@ class ObjectStore(AbstractFilesystemStore):
     SCHEMES = frozenset({"s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"})
 
     def check_path(self, path: str) -> None:
-        """Refuses what is not in an object store."""
+        """Refuses a path that is not in an object store."""
         if scheme(path) not in self.SCHEMES:
             known = ", ".join(sorted(self.SCHEMES))
             raise ValueError(f"not a URL of an object store (its scheme is one of {known}): {path!r}")
@@ -103,7 +103,7 @@ class HDFSStore(AbstractFilesystemStore):
         return scheme(path) in cls.SCHEMES
 
     def parse_url(self, url: str) -> tuple[str | None, str | None, int | None, str | None, int]:
-        """The parts of a URL: what comes before the host, host, port, path, and where the path begins."""
+        """The parts of a URL: prefix, host, port, path, and the position of the path."""
         found = re.search(self.URL_PATTERN, url)
         if found is None:
             raise ValueError(f"not a path in HDFS: {url}")

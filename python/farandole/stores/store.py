@@ -440,7 +440,7 @@ class FilesystemStore(AbstractFilesystemStore):
         return self.fs
 
     def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:
-        """Copies a local file, or what is in a local directory, into the store.
+        """Copies a local file, or the content of a local directory, into the store.
 
         Args:
             lpath: The file or directory.

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SHARED = ("/dbfs/", "/Volumes/", "/mnt/")
-"""Where shared file systems are mounted by custom."""
+"""Usual mount points of shared file systems."""
 
 
 def told_local(url: str, hosts: list[str]) -> str | None:
-    """What to say of a store on a local path, when processes run on several hosts.
+    """Returns the warning about a store on a local path when processes run on several hosts.
 
     Args:
         url: of the store.
@@ -38,7 +38,7 @@ def told_local(url: str, hosts: list[str]) -> str | None:
 
 
 def executor_hosts(context: Any) -> list[str]:
-    """The hosts of a classic session's driver and executors; empty where nobody can tell.
+    """The hosts of a classic session's driver and executors; empty if they are unknown.
 
     Args:
         context: its `SparkContext`, or `None`.

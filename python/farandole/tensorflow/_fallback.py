@@ -30,7 +30,7 @@ _LAST = "_farandole_last"
 
 
 _CANNOT = re.compile(r"^\w+ of .* failed: ")
-"""How the engine says that an operation cannot be done with a dtype."""
+"""The beginning of the engine's error about an operation that does not support a dtype."""
 
 
 class Gathered(NamedTuple):
@@ -73,7 +73,7 @@ def _set(number: int) -> ProcessSet:
 
 
 def _wrong(text: str) -> tf.errors.OpError:
-    """What the native ops raise where Python has one error for all wrong calls, which only its text tells apart."""
+    """Returns the native ops' error for a wrong call. The engine's error only differs in its text."""
     if text.startswith("Mismatched ") or "has not been initialized" in text:
         return tf.errors.FailedPreconditionError(None, None, text)
     if _CANNOT.search(text):

@@ -21,9 +21,9 @@ from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
 
 REDUCTION = ("reduce_op", "prescale", "postscale")
-"""What reductions are told."""
+"""Names of a reduction's arguments."""
 DEFAULTS = {"tensor_name": b"", "process_set": 0, "reduce_op": Average, "prescale": ONE, "postscale": ONE}
-"""What eager ops were told if they were not told otherwise."""
+"""Default arguments of eager ops."""
 
 
 def _reduction(told: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _reduction(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def total() -> int:
-    """The op that adds up what ranks derive for values that one of them gave."""
+    """The reduction of the gradients that ranks derive for values of one of them."""
     return Average if convention.is_horovods() else Sum
 
 
@@ -64,7 +64,7 @@ def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> l
 
 
 def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
-    """The gradients of rows, back to whom they came from."""
+    """Sends the gradients of rows back to the ranks of the rows."""
     splits = tf.cast(received, tf.int64)
     return here.farandole_alltoall(tensor=grad, splits=splits, **gradient_arguments(told)).output
 

@@ -25,7 +25,7 @@ def normalize(name: str) -> str:
 
 
 def base_name(name: str, ignore_name_scope: bool) -> str:
-    """`name`, or what follows its last `/`."""
+    """`name`, or its part after the last `/`."""
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 
@@ -54,7 +54,7 @@ def number_of(process_set: Any) -> int:
 def arguments(
     operation: str, tensors: Sequence[Any], name: str | None, process_set: Any, ignore_name_scope: bool = False
 ) -> dict[str, Any]:
-    """What every collective's op is told: its name across ranks, its process set, and who drives it.
+    """Returns the arguments of each collective's op: its name across ranks, process set and driving thread.
 
     In a graph an unnamed operation is named after its tensors; run eagerly, the engine numbers it. Eager operations are
     driven by the calling thread, which waits for them anyway; nodes of a graph by the engine's own.
@@ -112,7 +112,7 @@ def bits(factor: float) -> int:
 
 
 def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
-    """What the collective in the gradient of another is told, of what that was told."""
+    """Returns the arguments of the collective in another collective's gradient, made from that one's arguments."""
     number = told["process_set"]
     if tf.executing_eagerly():
         return {"tensor_name": "", "process_set": number, "attended": True}

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def key_of(variable: Any) -> Any:
-    """What tells one variable from another; the same for a Keras variable and the one under it."""
+    """Returns a variable's identity, which is the same for a Keras variable and the TensorFlow variable in it."""
     inner = native_variable(variable)
     return inner.ref() if hasattr(inner, "ref") else id(inner)
 
 
 class GradientReducer:
-    """How the gradients of a tape or an optimizer are reduced.
+    """Reduces the gradients of a tape or an optimizer.
 
     Args:
         device_dense: Where ops for dense gradients are placed.
@@ -127,7 +127,7 @@ class GradientReducer:
         )
 
     def _chosen(self, name: str) -> str | None:
-        """What an operation is called; run eagerly, the engine numbers those of reducers without a name."""
+        """Returns an operation's name; in eager mode `None` if the reducer has no name: the engine then numbers it."""
         if tf.executing_eagerly():
             return name if self.is_named else None
         return unique(name)

@@ -16,7 +16,7 @@ from farandole.tensorflow.compression import Compression, Compressor
 
 
 class _Distributed(tf.GradientTape):
-    """What a tape becomes; what one of the two records, the other has recorded."""
+    """A distributed tape. It shares its recording with the tape that it was made from."""
 
     _reducer: GradientReducer
 

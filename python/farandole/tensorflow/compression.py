@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 class Compressor:
-    """How a tensor is made smaller before a reduction and restored after it."""
+    """Makes a tensor smaller before a reduction and restores it afterwards."""
 
     rounds_partial_sums = False
     """Whether the sums of a host's ranks are rounded to 16 bits on their way to other hosts.

@@ -104,7 +104,7 @@ class TensorFlowState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Puts back what was kept last."""
+        """Restores the last saved state."""
         self._put_back()
         super().restore()
 

@@ -113,7 +113,7 @@ _also = (
 """Names that Horovod has here, besides the ops."""
 
 _basics = HorovodBasics()
-"""What Horovod's scripts reach for as `mpi_ops._basics`."""
+"""The object that scripts for Horovod use as `mpi_ops._basics`."""
 
 _native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
 """The ops, where they are native and there is a shorter way to them."""

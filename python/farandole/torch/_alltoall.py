@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
-    """How many rows go to each member.
+    """Returns the number of rows for each member.
 
     Raises:
         ValueError: When the rows cannot be dealt out that way.
@@ -82,7 +82,7 @@ def alltoall_async(
         tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on all ranks. Must
             not be changed until `synchronize`.
         splits: How many rows go to each member, in the order of ranks; a tensor of them lives on the CPU. Must add up
-            to all rows (Horovod drops rows that nobody gets). Equal parts if not given, or empty.
+            to all rows (Horovod drops rows that no member gets). Equal parts if not given, or empty.
         name: Names the operation across ranks; unnamed operations match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.
 
@@ -131,7 +131,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends every rank some of this rank's rows, and returns what came, in the order of ranks.
+    """Sends rows to every rank and returns the rows that all ranks sent here, in the order of ranks.
 
     Differentiable: gradients travel back the way the rows came.
 

@@ -63,7 +63,7 @@ class Slot:
 
 
 class Options(NamedTuple):
-    """How gradients are reduced."""
+    """The settings of a gradient reduction."""
 
     reduction: Reduction
     compression: type[Compressor] | StatefulCompressor
@@ -112,7 +112,7 @@ class Bucket:
             slot.bucket = self
 
     def reset(self, passes: int) -> None:
-        """Counts again and forgets what was started."""
+        """Resets the counts and forgets the started reduction."""
         self.waiting = 0
         for slot in self.slots:
             slot.left = passes
@@ -140,7 +140,7 @@ class Bucket:
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad
-            # What nearly every gradient is, and so the shortest way: memory that the engine can work on.
+            # The common case comes first: a gradient whose memory the engine can use in place.
             if (
                 straight
                 and grad is not None
@@ -174,7 +174,7 @@ class Bucket:
             self._handle = table.submit(keep, len, engine.grouped_allreduce, members, *arguments, spots(sources))
 
     def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        """Where a gradient is reduced to: its own memory."""
+        """Returns the memory that receives the reduced gradient: the gradient's own."""
         del slot
         return grad
 
@@ -270,7 +270,7 @@ class ViewBucket(Bucket):
             slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
             for slot, start in zip(slots, starts, strict=False)
         }
-        # Of what is copied past the caches.
+        # Byte offsets of gradients that are copied past the caches.
         self._offsets: dict[Slot, int] = {}
         if self._mapped is not None and self._memory.nbytes >= PAST_CACHES:
             self._offsets = {
@@ -286,7 +286,7 @@ class ViewBucket(Bucket):
                 self.adopt(slot)
 
     def reset(self, passes: int) -> None:
-        """Counts again and forgets what was started."""
+        """Resets the counts and forgets the started reduction."""
         super().reset(passes)
         self._wire = None
 
@@ -311,12 +311,12 @@ class ViewBucket(Bucket):
         slot.parameter.grad = view
 
     def _goes_past(self, slot: Slot, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether a gradient is copied past the caches: by one thread, so not where torch copies with several."""
+        """Whether a gradient is copied past the caches, by one thread: not if torch copies with several."""
         alone = slot in self._offsets and torch.get_num_threads() == 1
         return alone and _is_plain(grad, view) and not self._holds(grad)
 
     def _holds(self, grad: torch.Tensor) -> bool:
-        """Whether the gradient lies in the bucket's memory already: its own or a neighbour's, under another name."""
+        """Whether the gradient is in the bucket's memory already, under its own name or a neighbour's."""
         return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
     def start(self) -> None:
@@ -363,7 +363,7 @@ class ViewBucket(Bucket):
 
 
 def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether the gradient's bytes are those that `like`, of its shape on the host, would have after a copy."""
+    """Whether `like`, of the same shape on the host, can be filled by copying the gradient's bytes."""
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided
@@ -372,7 +372,7 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
         and grad.is_contiguous()
         and not grad.is_neg()
         and not grad.is_conj()
-        and grad.data_ptr() != 0  # zeros that nobody has written down
+        and grad.data_ptr() != 0  # zeros that are not materialized
     )
 
 

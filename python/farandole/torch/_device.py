@@ -36,7 +36,7 @@ def ordinal_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what is done to a tensor now is noted down for a CUDA graph, and not done."""
+    """Whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -58,8 +58,8 @@ def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
 def lend(keep: object, made: tuple[int, int] | list[Spot]) -> None:
     """Keeps the memory of an operation from others until the streams that are current now are done with it.
 
-    torch gives memory to whoever asks for some on the stream that it was made on, at once when nobody holds it any
-    more: that stream does not wait for an operation that another one waits for.
+    torch reuses memory on the stream that it was made on as soon as the last reference is gone. That stream does not
+    wait for an operation that another stream waits for.
 
     Args:
         keep: Tensors, and lists and tuples of such, of an operation that is about to be waited for.
@@ -80,7 +80,7 @@ def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether the engine works on a tensor's memory where it is: on the host, or on a GPU that it can use."""
+    """Whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
     if tensor.is_cpu:
         return True
     if not tensor.is_cuda:

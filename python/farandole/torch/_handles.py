@@ -91,7 +91,7 @@ Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
 
 
 def describe(name: str, source: torch.Tensor) -> Described:
-    """What the engine is told about an operation's input, which is contiguous and usable."""
+    """Describes an operation's input for the engine. It must be contiguous and usable in place."""
     return name, MOVED[source.dtype], source.shape, source.data_ptr()
 
 
@@ -125,7 +125,7 @@ def needs_copy(tensor: torch.Tensor) -> bool:
 
 
 def require_in_place(tensor: torch.Tensor) -> None:
-    """Refuses what an in-place operation cannot write to.
+    """Refuses tensors that an in-place operation cannot write to.
 
     Raises:
         ValueError: When the tensor is not contiguous.
@@ -176,7 +176,7 @@ def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: to
 
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to hear of an operation on these."""
+    """Whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

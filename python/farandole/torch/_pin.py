@@ -23,7 +23,7 @@ _ASSIGNED = "FARANDOLE_TASK_RESOURCES"
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None
 ) -> None:
-    """Joins the world this process was launched into, or a world of its own when nobody launched it.
+    """Joins the world this process was launched into, or a world of its own if no launcher started it.
 
     Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by itself when the
     interpreter exits.
@@ -55,7 +55,7 @@ def pin() -> None:
     if count <= 1:
         return
     index = _choice(count)
-    # CUDA is left alone until somebody uses it: a process may fork before.
+    # CUDA is not initialized before its first use, because a process may fork before.
     torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 

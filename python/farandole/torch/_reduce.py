@@ -154,7 +154,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def wanted(ctx: Any) -> list[int]:
-        """Which tensors want a gradient: the same ones on every rank."""
+        """Returns the tensors that require a gradient, the same ones on every rank."""
         return [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
 
     @staticmethod

@@ -79,7 +79,7 @@ class GradientReducer:
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
-        """Forgets what was counted and started. Only when nothing is in progress, or the world is lost."""
+        """Resets counts and started reductions. Call it only if none is in progress, or the world is lost."""
         for bucket in self._buckets:
             bucket.reset(self.passes)
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
@@ -91,7 +91,7 @@ class GradientReducer:
         self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """Starts what no hook has started, and waits for everything.
+        """Starts the reductions that no hook has started, and waits for all.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
@@ -112,7 +112,7 @@ class GradientReducer:
                     bucket.start()
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
-        # What was started goes on writing to gradients, whatever became of the others.
+        # Buckets that were started continue to write to gradients, even if others have failed.
         for bucket in self._buckets:
             try:
                 bucket.land()
@@ -153,7 +153,7 @@ class GradientReducer:
         return (ViewBucket if self._as_view else Bucket)(slots, self._options)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when it has added to the gradient; keeps neither parameter nor reducer alive."""
+        """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter nor reducer alive."""
         slot_of, reducer_of = weakref.ref(slot), weakref.ref(self)
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ basics.on_init(_enter_world)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:
-    """Whether reductions can run beside the backward pass without taking its time.
+    """Whether reductions can run beside the backward pass without slowing it down.
 
     Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
     89 ms took 102. With several hosts the network's time is hidden in any case.

@@ -6,8 +6,11 @@ Gradients are reduced into separate memory, so they still exist after a failed r
 If a rank is lost in step `s`, the others leave the broken world and join the next one. There they compare the number of
 steps that each has finished. These numbers differ by at most one, because no rank finishes step `s + 1` without the
 gradients of all ranks. Ranks that have finished fewer steps, and new ranks, get the parameters and the state of the
-optimizer from a rank that has finished most; they are then after step `s`. The others reduce their gradients again,
+optimizer from the ranks that have finished most; they are then after step `s`. The others reduce their gradients again,
 over the present ranks. A new rank, or one that has caught up, joins them with its next gradients.
+
+A rank has a state when all of it has come. If a rank is lost while it sends, the transfer begins again in the next
+world.
 
 If workers are ready to join, or must leave, all ranks change worlds before the same reduction, because the gradients of
 the previous step carry the news from every rank. So when the state is sent to new ranks, the script has finished
@@ -33,7 +36,8 @@ from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
-from farandole.torch.functions import allgather_object, broadcast_tensors, broadcast_value, described, rebuilt
+from farandole.torch._state_transfer import Layout, Roles, move
+from farandole.torch.functions import allgather_object, broadcast_value, described, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -359,18 +363,23 @@ class Tolerance:
             raise RuntimeError(
                 "all ranks that had the parameters and the state of the optimizer are lost; continue from a checkpoint"
             )
-        source = min((rank for steps, rank in whole if steps == most), default=0)
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
-        return self._bring(told, most, source)
+        # When training begins, nobody has anything, and all take what rank 0 begins with.
+        return self._bring(told, most, [rank for steps, rank in whole if steps == most] or [0])
 
-    def _bring(self, told: list[list[int]], most: int, source: int) -> bool:
-        """As `_catch_up`, when some rank is behind."""
-        del told
-        behind = not self._is_whole or self.steps < most
-        if behind and basics.rank() != source:
+    def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
+        """As `_catch_up`, when some rank is behind.
+
+        Args:
+            told: What `_statuses` returned.
+            most: Steps that the senders have finished.
+            senders: The ranks that have the state after them.
+        """
+        takers = [rank for rank in range(len(told)) if rank not in senders]
+        if basics.rank() in takers:
             self._is_whole = False
-        self._transfer(source, behind)
+        self._transfer(Roles(senders, takers))
         self._arrive(most)
         return False
 
@@ -380,36 +389,65 @@ class Tolerance:
             self._count()  # what was read for the step that another rank has finished
         self.steps, self._is_whole, self._is_new = most, True, False
 
-    def _transfer(self, source: int, behind: bool) -> None:
-        """Sends parameters, the optimizer's state and what is shared from one rank to those that are behind.
+    def _transfer(self, roles: Roles) -> None:
+        """Sends parameters, the optimizer's state and what is shared to the ranks that take.
 
-        A rank that has trained before keeps its options: what its script does after a step, such as a step of the
-        schedule of learning rates, it does by itself.
+        Parameters and the state of the optimizer are equal on all senders, so each of them sends a part. All else comes
+        from the first sender. A rank that has trained before keeps its options: what its script does after a step, such
+        as a step of the schedule of learning rates, it does by itself.
+
+        Raises:
+            ValueError: On all ranks, when a taker has other parameters or buffers than the first sender.
         """
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        is_source = basics.rank() == source
-        sent: list[torch.Tensor] = []
-        description = None
-        if is_source:
-            groups = self._optimizer.param_groups
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            states = [self._optimizer.state.get(parameter) for parameter in parameters]
-            shared = {name: value.state_dict() for name, value in self._shared.items()}
-            description = described(options, sent), described(states, sent), shared
-        options, states, shared = broadcast_value(description, source, "tolerant.description")
-        if not is_source:
-            options, states, sent = self._room(options, states, parameters)
-        takes = behind and not is_source
-        # A rank that is not behind takes part, and keeps its own.
-        targets = [
-            tensor.detach() if takes or is_source else torch.empty_like(tensor)
-            for tensor in (*parameters, *self._others())
-        ]
-        named = [(f"tolerant.state.{index}", tensor) for index, tensor in enumerate(sent)]
-        named += [(f"tolerant.parameter.{index}", tensor) for index, tensor in enumerate(targets)]
-        broadcast_tensors(named, source)
-        if not takes:
+        if not roles.takers:
             return
+        source, takes = roles.senders[0], basics.rank() in roles.takers
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        kept: list[torch.Tensor] = []
+        sent: list[torch.Tensor] = []
+        options = described([_options_of(group) for group in self._optimizer.param_groups], kept)
+        states = described([self._optimizer.state.get(parameter) for parameter in parameters], sent)
+        others = list(self._others())
+        own = [Layout.of(tensors) for tensors in (parameters, others, sent, kept)]
+        description = None
+        if basics.rank() == source:
+            shared = {name: value.state_dict() for name, value in self._shared.items()}
+            description = own, options, states, shared
+        layouts, options, states, shared = broadcast_value(description, source, "tolerant.description")
+        senders = self._senders(roles, own, layouts)
+        if takes:
+            kept, sent = [], []
+            options, states = self._room(options, states, parameters, kept, sent)
+        equal, other = [*parameters, *sent], [*others, *kept]
+        shadows = [Layout(layout).shadows() for layout in layouts]
+        if not takes and basics.rank() not in senders:
+            equal = shadows[0] + shadows[2]
+        if not takes and basics.rank() != source:
+            other = shadows[1] + shadows[3]
+        move("tolerant.state", equal, Roles(senders, roles.takers))
+        move("tolerant.other", other, Roles([source], roles.takers))
+        if takes:
+            self._take(parameters, options, states, shared)
+
+    def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout]) -> list[int]:
+        """The senders whose parameters and states have the layout of the first one's.
+
+        Raises:
+            ValueError: As `_transfer`.
+        """
+        model, rest, state, _ = (one == other for one, other in zip(own, layouts, strict=True))
+        fits = model and (rest if basics.rank() in roles.takers else state)
+        everywhere = allgather(torch.tensor([fits], dtype=torch.uint8), name="tolerant.fits").tolist()
+        misfits = [rank for rank in roles.takers if not everywhere[rank]]
+        if misfits:
+            raise FarandoleUsageError(
+                f"parameters and buffers must have the same shapes and data types on all ranks; those of rank "
+                f"{roles.senders[0]} differ from those of ranks: {', '.join(map(str, misfits))}"
+            )
+        return [rank for rank in roles.senders if everywhere[rank]]
+
+    def _take(self, parameters: list[torch.Tensor], options: list[Any], states: list[Any], shared: Any) -> None:
+        """Makes the state that has come the optimizer's."""
         for parameter, state in zip(parameters, states, strict=True):
             self._optimizer.state.pop(parameter, None)
             if state is not None:
@@ -421,16 +459,26 @@ class Tolerance:
             self.share({name: value for name, value in self._shared.items() if name in shared})
 
     def _room(
-        self, options: list[Any], states: list[Any], parameters: list[torch.Tensor]
-    ) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
-        """Described options and states with memory for their tensors, and these in the order they are sent in."""
+        self,
+        options: list[Any],
+        states: list[Any],
+        parameters: list[torch.Tensor],
+        kept: list[torch.Tensor],
+        sent: list[torch.Tensor],
+    ) -> tuple[list[Any], list[Any]]:
+        """Described options and states with memory for their tensors, which go to `kept` and `sent`, in their order."""
         slots: dict[int, torch.Tensor] = {}
-        groups = [
-            rebuilt(group, own["params"][0] if own["params"] else None, slots)
-            for group, own in zip(options, self._optimizer.param_groups, strict=True)
-        ]
+        firsts = [group["params"][0] if group["params"] else None for group in self._optimizer.param_groups]
+        groups = [rebuilt(group, first, slots) for group, first in zip(options, firsts, strict=True)]
+        kept.extend(slots[index] for index in range(len(slots)))
+        slots = {}
         built = [
             None if state is None else rebuilt(state, parameter, slots)
             for state, parameter in zip(states, parameters, strict=True)
         ]
-        return groups, built, [slots[index] for index in range(len(slots))]
+        sent.extend(slots[index] for index in range(len(slots)))
+        return groups, built
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -45,7 +45,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks first: each rank would skip steps of its own, and the others wait."""
+        """Refuses a GradScaler, which reads this first: ranks would skip different steps, and others would wait."""
         if self._reduction is not None:
             raise ValueError(
                 "op=Adasum cannot be combined with a GradScaler: train in bfloat16, or reduce with Average"

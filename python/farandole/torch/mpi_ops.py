@@ -120,4 +120,4 @@ _also = (Compression, HorovodInternalError, gpu_available, handle_average_backwa
 """Names that Horovod has here and not in `horovod.torch`."""
 
 _basics = basics.HorovodBasics()
-"""What Horovod's scripts reach for as `mpi_ops._basics`."""
+"""The object that scripts for Horovod use as `mpi_ops._basics`."""

@@ -192,7 +192,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks before it looks at the gradients: the moment to have them reduced.
+        """Reduces the gradients, because GradScaler.step reads this before it looks at them.
 
         Then all ranks find the same infinities and skip the same steps.
         """

@@ -10,7 +10,7 @@ KIND: Final = "tuning"
 
 
 def report(step: int, **metrics: float) -> bool:
-    """Tells the search how the trial goes; only what rank 0 reports counts, so every rank may call it.
+    """Reports the progress of the trial to the search. Only rank 0's report counts, so every rank may call it.
 
     A trial that the search gives up ends on all of its ranks: nothing comes back from here.
 
@@ -19,7 +19,7 @@ def report(step: int, **metrics: float) -> bool:
         **metrics: Numbers by name, such as `loss=0.3`.
 
     Returns:
-        Whether somebody listens.
+        Whether there is a listener.
 
     Raises:
         TypeError: A metric is no number.

@@ -85,7 +85,7 @@ def optimize(
 
 
 class TrialBackend(Backend):
-    """A backend whose jobs belong to an Optuna trial: what rank 0 reports may prune it.
+    """A backend whose jobs belong to an Optuna trial. Reports of rank 0 may prune it.
 
     For estimators, whose epochs count as reports:
     `estimator.setBackend(TrialBackend(LocalBackend(2), trial, "val_loss")).fit(frame)`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a job would be launched from here: the batch system, its hosts, how they are reached; and who has started this
+//! The way to launch a job from here: the batch system, its hosts, the way to reach them; and the launcher of this
 //! process.
 
 use farandole::launcher::HostSlots;

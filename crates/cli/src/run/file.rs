@@ -14,14 +14,14 @@ const OURS: &str = "farandole";
 /// Keys of which older documentation speaks, and which mean nothing.
 const OLD: [(&str, &str); 1] = [("logging", "hide_timestamp")];
 
-/// What a file says.
+/// The content of a file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct File {
     /// Flags and their values; of flags that take nothing: `true` or `false`.
     pub(crate) flags: Vec<(&'static str, String)>,
     /// Knobs and their values, by key.
     pub(crate) knobs: Vec<(String, String)>,
-    /// What is not understood, in words.
+    /// Remarks about unknown entries.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ fn is_section(section: &str) -> bool {
     section == OURS || FLAGS.iter().any(|flag| flag.key.is_some_and(|(known, _)| known == section))
 }
 
-/// What stands for true or false, as in YAML of all times, and as Horovod takes it.
+/// The words for true and false, in all versions of YAML and in Horovod.
 fn truth(text: &str) -> Option<&'static str> {
     match text.to_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some("true"),
@@ -171,7 +171,7 @@ farandole: {peer_timeout: 7s}
     }
 
     #[test]
-    fn what_is_not_known_is_said_with_the_nearest_key() {
+    fn an_unknown_key_is_reported_with_the_nearest_one() {
         let file = read(
             "c.yaml",
             "params:\n  fusion_treshold_mb: 1\nlogging:\n  hide_timestamp: true\nverbose: 2\nx: {y: 1}\n",
@@ -197,7 +197,7 @@ farandole: {peer_timeout: 7s}
     }
 
     #[test]
-    fn what_is_no_configuration_is_refused_by_name() {
+    fn an_invalid_configuration_is_refused_by_name() {
         for (text, part) in [
             ("- a\n- b\n", "c.yaml must hold sections"),
             ("params: 3\n", "the section params must hold keys"),

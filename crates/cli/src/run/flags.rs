@@ -7,7 +7,7 @@ use clap::builder::Str;
 use clap::{Arg, ArgAction};
 use farandole::config::{KNOBS, Knob, PREFIX, Value};
 
-/// What a flag takes.
+/// The value of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Takes {
     /// Nothing.
@@ -24,7 +24,7 @@ pub(crate) enum Takes {
     Pair,
 }
 
-/// What a flag does.
+/// The description of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Does {
     /// Gives its value to a knob.

@@ -92,10 +92,10 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
     Ok(report?.exit_code())
 }
 
-/// What takes the records of a job, and what of it gathers the timeline.
+/// The sink of a job's records, and the part of it that gathers the timeline.
 type Sinks = (Arc<dyn Sink>, Option<Arc<Gathering>>);
 
-/// What takes the records of a job: the console, the run viewer, and what gathers the timeline.
+/// The sinks of a job's records: the console, the run viewer, and the timeline.
 fn sinks(options: &RunOptions, place: &Place, watching: &Watching) -> Result<Sinks> {
     let shown = watching.watch().and_then(|watch| watch.folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());
@@ -175,7 +175,7 @@ fn elastic(
     Ok(job.run(discovery, sink, &|| surroundings.wish(), &heard)?)
 }
 
-/// What a user is told of a new world. State that only workers had is lost with the last of them.
+/// Describes a new world for the user. State that only workers had is lost with the last of them.
 fn described(world: &World, before: &HashSet<u32>) -> String {
     let told = format!("world {} has {} ranks", world.generation, world.size());
     if before.is_empty() || world.seats.iter().any(|seat| before.contains(&seat.task.0)) {

@@ -25,12 +25,12 @@ const GATHER: &str = "GATHER";
 /// Variable of workers that say of themselves what the run viewer shows.
 const TOLD: &str = "FARANDOLE_SPARK_TOLD";
 
-/// What the user asked for.
+/// The request of the user.
 #[derive(Debug)]
 pub(crate) struct RunOptions {
     /// The configuration of this process.
     pub(crate) config: Config,
-    /// What workers are told beyond this process's environment.
+    /// Variables of the workers beyond this process's environment.
     pub(crate) environment: BTreeMap<String, Option<String>>,
     pub(crate) num_proc: Option<u32>,
     pub(crate) hosts: Option<String>,
@@ -46,7 +46,7 @@ pub(crate) struct RunOptions {
     pub(crate) timestamps: bool,
     pub(crate) verbose: bool,
     pub(crate) command: Vec<String>,
-    /// What was asked for and means nothing, or was not understood, in words.
+    /// Remarks about flags without effect and about unknown entries.
     pub(crate) remarks: Vec<String>,
 }
 
@@ -208,7 +208,7 @@ impl RunOptions {
         })
     }
 
-    /// What says which hosts there are while an elastic job runs; where that is this one alone, it has room for `most`.
+    /// The host discovery of an elastic job. If it is this host alone, it has room for `most`.
     pub(crate) fn discovery(&self, place: &Place, most: u32) -> Box<dyn Discovery> {
         // Without a largest number there is one process for each that was asked for.
         let slots = if most == u32::MAX { place.num_proc } else { most };

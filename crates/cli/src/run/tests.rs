@@ -169,7 +169,7 @@ fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
 }
 
 #[test]
-fn what_means_nothing_says_so_once() {
+fn an_ignored_flag_is_named_once() {
     let options =
         read(&["--tcp", "--mpi-args", "-x A", "--cycle-time-ms", "2.5", "--gloo", "-np", "2"]).unwrap();
     assert_eq!(options.remarks.len(), 4, "{:?}", options.remarks);

@@ -36,7 +36,7 @@ impl Watching {
         self.0.as_deref()
     }
 
-    /// What takes records on their way to `next`.
+    /// A sink that passes records on to `next`.
     pub(super) fn before(&self, next: Arc<dyn Sink>) -> Arc<dyn Sink> {
         match &self.0 {
             Some(watch) => Arc::new(Metrics { watch: Arc::clone(watch), next }),
@@ -44,7 +44,7 @@ impl Watching {
         }
     }
 
-    /// Who takes part. `host` names that of a task.
+    /// Reports the members of a world. `host` names the host of a task.
     pub(super) fn world(&self, world: &World, host: impl Fn(u32) -> String) {
         if let Some(watch) = &self.0 {
             let places: Vec<(u32, String)> =

@@ -56,7 +56,7 @@ pub(super) struct Adasum {
     measures: Vec<u8>,
     theirs: Vec<u8>,
     steps: VecDeque<Step>,
-    /// What goes and comes in the present step.
+    /// The messages of the present step, sent and received.
     swap: Option<(Message, Message)>,
 }
 
@@ -196,7 +196,7 @@ fn scatter(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
     });
 }
 
-/// Who does what when.
+/// The plan of the steps.
 struct Plan {
     /// Bytes of an element in the vectors.
     element: usize,

@@ -32,7 +32,7 @@ pub(super) struct Allgather {
     stored: Vec<usize>,
 }
 
-/// What goes over one link: members' parts, one after the other.
+/// The data on one link: members' parts, one after the other.
 struct Stream {
     out: VecDeque<Part>,
     incoming: VecDeque<Part>,

@@ -24,7 +24,7 @@ pub(super) struct Alltoall {
     streams: Vec<Stream>,
 }
 
-/// What goes over one link.
+/// The data on one link.
 struct Stream {
     out: Message,
     incoming: Message,

@@ -16,7 +16,7 @@ use crate::Result;
 const ALL_TO_ALL: usize = 8;
 
 pub(super) struct Barrier {
-    /// What is told and heard before the next round begins.
+    /// The messages of each round, which end before the next round begins.
     rounds: Vec<Vec<Exchange>>,
     round: usize,
 }

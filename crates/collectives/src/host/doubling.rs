@@ -127,7 +127,7 @@ impl Doubling {
         Ok(over)
     }
 
-    /// What is computed once a step's bytes are there.
+    /// Computes the result of a step after its bytes have arrived.
     fn conclude(&mut self, step: Step) {
         match step {
             Step::Collect => {

@@ -7,7 +7,7 @@ use super::message::Message;
 use super::peers::Peers;
 use crate::Result;
 
-/// Nobody waits for anybody before its own bytes are sent, and whatever arrives is taken at once.
+/// A member waits for others only after it has sent its own bytes, and takes arriving bytes at once.
 pub(super) struct Exchange {
     own: Vec<u8>,
     out: Vec<Message>,
@@ -45,7 +45,7 @@ impl Exchange {
         self.incoming.iter().all(|(message, _)| message.is_finished())
     }
 
-    /// What everybody has said, the own words too, in member order.
+    /// The messages of all members, with the own one, in member order.
     pub(super) fn said(&self, member: usize) -> impl Iterator<Item = &[u8]> {
         let theirs = |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);
         theirs(0..member).chain([&*self.own]).chain(theirs(member..self.incoming.len()))

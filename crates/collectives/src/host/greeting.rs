@@ -41,13 +41,13 @@ impl Greeting {
     }
 }
 
-/// What all members must agree on.
+/// The values on which all members must agree.
 #[derive(Clone, Copy, Debug)]
 struct Facts {
     size: u32,
-    /// Of the members on each host.
+    /// Digest of the members on each host.
     hosts: u32,
-    /// Of the choice of algorithms.
+    /// Digest of the choice of algorithms.
     algorithms: u32,
 }
 

@@ -38,7 +38,7 @@ impl Message {
         self.left() == 0
     }
 
-    /// Of the next `wire` bytes, those that are not padding.
+    /// The number of the next `wire` bytes that are not padding.
     pub(super) fn payload(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }

@@ -52,7 +52,7 @@ pub struct HostCommunicator {
 }
 
 struct Running {
-    /// None for the greeting.
+    /// `None` for the greeting.
     token: Option<Token>,
     job: Box<dyn Job>,
     done: bool,

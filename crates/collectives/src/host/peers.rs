@@ -24,7 +24,7 @@ pub(super) struct Peers {
     /// In rank order.
     pub(super) links: Vec<Link>,
     pub(super) hosts: Hosts,
-    /// What the choice of algorithms needs to know of them.
+    /// The shape of the group, for the choice of algorithms.
     pub(super) shape: Shape,
     /// How sums are parenthesised; nothing on one host.
     pub(super) orders: Option<Arc<Orders>>,
@@ -47,7 +47,7 @@ pub(super) struct Scratch {
     pub(super) routes: Option<Arc<[Route]>>,
 }
 
-/// What a poll did.
+/// The result of a poll.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Moved {
     /// Anything at all.

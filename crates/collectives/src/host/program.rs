@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What an allreduce does on each member, without doing it: for simulators and for export.
+//! The steps of an allreduce on each member, without their execution: for simulators and for export.
 //!
 //! A [`Plan`] holds the schedules by which the jobs of this crate run, and writes them down as steps. Sends to one member
 //! leave in the order of the steps and are received in that order, as messages on a link are.
@@ -27,7 +27,7 @@ pub struct Transfer {
     pub copied: bool,
 }
 
-/// What a step does.
+/// The action of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Sends.
@@ -128,7 +128,7 @@ fn index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// What a transfer carries.
+/// The content of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Load {
     bytes: usize,

@@ -12,7 +12,7 @@ const NOTHING: f64 = 1.491_668_146_240_041_3e-154;
 /// Sums kept apart, so that they can be made side by side.
 const LANES: usize = 8;
 
-/// What vectors are kept in between input and result.
+/// The type of vectors between input and result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Carrier {
     /// `float32`.
@@ -33,7 +33,7 @@ impl Measures {
     /// Bytes on a link.
     pub(crate) const BYTES: usize = 24;
 
-    /// Of two equally long vectors.
+    /// The products of two equally long vectors.
     pub(crate) fn of(carrier: Carrier, first: &[u8], second: &[u8]) -> Self {
         match carrier {
             Carrier::Single => measure::<f32>(first, second),
@@ -64,7 +64,7 @@ impl Measures {
         }
     }
 
-    /// What the two vectors are multiplied by.
+    /// The factors of the two vectors.
     fn factors(self) -> (f64, f64) {
         let factor = |length: f64| if length < NOTHING { 1.0 } else { 1.0 - self.dot / (2.0 * length) };
         (factor(self.first), factor(self.second))

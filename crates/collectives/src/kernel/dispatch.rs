@@ -133,7 +133,7 @@ pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option
     }
 }
 
-/// What kernel to make.
+/// The description of a kernel.
 #[derive(Clone, Copy)]
 struct Kind {
     /// One loop will do.
@@ -141,7 +141,7 @@ struct Kind {
     path: Path,
 }
 
-/// What acts on real and imaginary parts alike.
+/// Accepts reductions that act on real and imaginary parts alike.
 fn complex(reduction: &Reduction) -> Option<()> {
     matches!(reduction.op, ReduceOp::Sum | ReduceOp::Average).then_some(())
 }

@@ -22,7 +22,7 @@ pub(super) type E4M3 = Float8<3, 7, 0x7e>;
 pub(super) type E5M2 = Float8<2, 15, 0x7c>;
 
 impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Float8<MANTISSA, BIAS, LAST> {
-    /// What each code stands for.
+    /// The value of each code.
     const VALUES: &'static [f32; 256] = &{
         let mut values = [0.0; 256];
         let mut code = 0;

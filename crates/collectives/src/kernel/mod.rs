@@ -46,7 +46,7 @@ pub use order::Order;
 /// Which instructions a kernel may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Path {
-    /// What every processor of the architecture has.
+    /// The instructions of every processor of the architecture.
     Baseline,
     /// AVX2 and F16C.
     Avx2,
@@ -101,7 +101,7 @@ pub struct Reduction {
     pub postscale: f64,
 }
 
-/// What a block holds.
+/// The content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     /// Elements as tensors have them.
@@ -245,7 +245,7 @@ impl Reducer {
         }
     }
 
-    /// What partials of hosts are.
+    /// The form of partials of hosts.
     fn partial(&self) -> Form {
         if self.rounding.is_some() { Form::Rounded } else { Form::Partial }
     }

@@ -13,7 +13,7 @@ use super::{Form, Order, Path};
 pub(super) trait Format: 'static {
     /// Bytes of one element.
     const SIZE: usize;
-    /// What accumulates.
+    /// The accumulator.
     type Acc: Native + Send + Sync;
 
     fn widen(bytes: &[u8], acc: &mut [Self::Acc]);
@@ -207,7 +207,7 @@ pub(super) struct Stages<A> {
     postscale: f64,
 }
 
-/// What a reduction scales and divides by.
+/// The factors and the divisor of a reduction.
 #[derive(Clone, Copy)]
 pub(super) struct Factors {
     pub(super) prescale: f64,

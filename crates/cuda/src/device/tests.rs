@@ -18,7 +18,7 @@ use crate::nccl::Lane as _;
 const NOT_READY: i32 = 600;
 const OUT_OF_MEMORY: i32 = 2;
 
-/// What a thread's driver did, and has to do.
+/// The calls and the behaviour of a thread's driver.
 #[derive(Default)]
 struct Fake {
     log: Vec<String>,
@@ -27,12 +27,12 @@ struct Fake {
     /// Copies ever queued and carried out.
     queued: usize,
     done: usize,
-    /// What each event comes after, by its number.
+    /// The number of copies that were queued before each event, by the number of the event.
     events: Vec<usize>,
     streams: usize,
     /// Contexts that are current.
     depth: usize,
-    /// What the thread's calls do to captures of others.
+    /// The effect of the thread's calls on captures of others.
     mode: i32,
     /// The stream that a graph is captured on.
     captured: Option<usize>,
@@ -42,7 +42,7 @@ struct Fake {
     taken: Vec<Memory>,
     /// How often some was given back.
     given: usize,
-    /// What the pool keeps.
+    /// Bytes that the pool keeps.
     kept: u64,
     /// A function that fails.
     broken: Option<&'static str>,

@@ -84,7 +84,7 @@ pub(crate) struct IpcCommunicator<S: Site> {
     failure: Option<CollectiveError>,
     /// Others may have opened this member's window.
     offered: bool,
-    /// What was put on the stream is done.
+    /// Whether the work on the stream is done.
     quiet: bool,
 }
 

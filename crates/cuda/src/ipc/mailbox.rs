@@ -26,7 +26,7 @@ pub(crate) enum Phase {
     Ended = 4,
 }
 
-/// What follows from everybody's phases.
+/// The conclusion from the phases of all members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// Somebody is missing.
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_member_writes_the_other_reads() {
+    fn one_member_reads_what_the_other_writes() {
         let (first, second) = pair();
         let mut offer = Offer([7; 64]);
         offer.0[63] = 9;

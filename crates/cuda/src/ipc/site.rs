@@ -38,7 +38,7 @@ pub(crate) trait Site: Send {
     /// Bytes of a piece.
     fn room_of_a_piece(&self) -> usize;
 
-    /// What opens this member's window elsewhere, once it is there; or why there is none.
+    /// The handle of this member's window for others, once it exists; or the reason why there is none.
     fn offer(&mut self) -> Option<Result<Offer, String>>;
 
     /// Opens all windows but that of `member`, which is this one.
@@ -66,7 +66,7 @@ pub(crate) trait Site: Send {
     fn leave(&mut self);
 }
 
-/// What takes a while to have.
+/// Tools whose creation takes time.
 struct Tools {
     window: Window,
     offer: Offer,

@@ -401,7 +401,7 @@ fn all_members_refuse_if_one_cannot_take_part_and_name_it_with_the_reason() {
 }
 
 #[test]
-fn who_never_comes_is_waited_for_with_a_deadline() {
+fn a_wait_for_an_absent_member_has_a_deadline() {
     let mut all = members(&[None, Some("never")], true, Duration::from_millis(20));
     settle(&mut all);
     std::thread::sleep(Duration::from_millis(30));
@@ -474,7 +474,7 @@ fn an_end_in_good_order_waits_for_nobody() {
 }
 
 #[test]
-fn what_no_kernel_reduces_is_not_carried() {
+fn operations_without_a_kernel_are_not_carried() {
     let all = formed(2, true);
     let carried = |dtype, op, prescale| {
         let segments = Vec::new();

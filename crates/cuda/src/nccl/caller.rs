@@ -36,7 +36,7 @@ const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
 const CORES: usize = 4;
 
-/// What the thread has to say.
+/// The thread's messages.
 #[derive(Default)]
 pub(super) struct News {
     /// All members came.
@@ -51,7 +51,7 @@ struct Papers {
     news: News,
     /// The thread is in a call.
     inside: bool,
-    /// Nobody wants anything any more.
+    /// Whether the thread shall end.
     over: bool,
 }
 
@@ -109,7 +109,7 @@ impl Caller {
         self.desk.changed.notify_all();
     }
 
-    /// What came since the last time.
+    /// The messages since the last call.
     pub(super) fn news(&self) -> News {
         let mut papers = self.desk.papers.lock();
         let formed = papers.news.formed;

@@ -17,18 +17,18 @@ use parking_lot::Mutex;
 
 use super::{Comm, Lane, Nccl, SUCCESS, Settings, Stream, Table, UniqueId};
 
-/// What a test's NCCL did, and has to do.
+/// The calls and the behaviour of a test's NCCL.
 pub(crate) struct State {
     calls: Vec<String>,
-    /// Who began to form communicators, and who ended groups of calls.
+    /// The threads that began to form communicators, and those that ended groups of calls.
     pub(super) callers: Vec<ThreadId>,
-    /// What `ncclGetUniqueId` answers.
+    /// The result of `ncclGetUniqueId`.
     pub(crate) naming: i32,
-    /// What `ncclCommInitRankConfig` answers.
+    /// The result of `ncclCommInitRankConfig`.
     pub(super) init: i32,
-    /// What `ncclCommGetAsyncError` tells, one after the other, then the last for ever.
+    /// The results of `ncclCommGetAsyncError` in order; the last one repeats.
     pub(super) status: VecDeque<i32>,
-    /// What `ncclGroupEnd` answers.
+    /// The result of `ncclGroupEnd`.
     pub(super) group: i32,
     /// Calls that wait for members return when this is false, or the communicator is aborted.
     pub(super) alone: bool,
@@ -41,9 +41,9 @@ pub(crate) struct State {
     pub(super) late: u32,
     /// How often memory was given.
     given: usize,
-    /// What `ncclMemAlloc` answers.
+    /// The result of `ncclMemAlloc`.
     pub(super) memory: i32,
-    /// What `ncclCommRegister` answers.
+    /// The result of `ncclCommRegister`.
     pub(super) registering: i32,
 }
 
@@ -114,7 +114,7 @@ fn note(call: String) -> i32 {
     SUCCESS
 }
 
-/// What was called since the last look.
+/// The calls since the last look.
 pub(crate) fn calls() -> Vec<String> {
     fake(|fake| std::mem::take(&mut fake.calls))
 }

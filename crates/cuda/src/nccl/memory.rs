@@ -4,7 +4,7 @@
 //! Memory that NCCL gives and communicators register: the other members' kernels, and switches, may then work on it where
 //! it lies, and NCCL copies it nowhere.
 //!
-//! Whoever lets go of it leaves it to the next who asks for as much on the same stream, as torch's own allocator does. It
+//! Released memory serves the next request for as much on the same stream, as in torch's own allocator. It
 //! goes back to the device with the process: before, everybody who may still use it would have to be waited for, and every
 //! communicator would have to deregister it.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
@@ -108,7 +108,7 @@ impl Nccl {
     }
 }
 
-/// What one communicator has registered, by where it begins.
+/// The memory that one communicator has registered, by its start.
 #[derive(Default)]
 pub(super) struct Registry(Vec<usize>);
 

@@ -34,7 +34,7 @@ const INVALID_USAGE: i32 = 5;
 /// The oldest version whose configuration has all that is used: 2.18.
 const LEAST: i32 = 21_800;
 const MAGIC: u32 = 0xcafe_beef;
-/// What a configuration leaves to NCCL.
+/// The value of settings that a configuration leaves to NCCL.
 const UNDEFINED: i32 = i32::MIN;
 
 /// Names a communicator on all its members: made by one, told to the others.
@@ -183,7 +183,7 @@ impl Nccl {
         }
     }
 
-    /// What a communicator says of itself.
+    /// The description of a communicator.
     fn status(&self, comm: Comm) -> i32 {
         let mut status = SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.

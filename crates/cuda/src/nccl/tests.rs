@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How a communicator behaves whatever NCCL does, with functions that do what the test says.
+//! A communicator's behaviour for all behaviours of NCCL, with fake functions that the test controls.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -313,7 +313,7 @@ fn a_device_gets_only_as_much_work_as_it_accepts_without_waiting() {
 }
 
 #[test]
-fn what_is_given_up_is_aborted_at_once() {
+fn an_abandoned_operation_is_aborted_at_once() {
     let (mut communicator, _lane) = ready();
     call(&mut communicator, 1, plain());
     calls();
@@ -424,7 +424,7 @@ fn gathers_and_exchanges_are_for_members_with_room_for_their_results() {
 }
 
 #[test]
-fn what_nccl_would_do_otherwise_is_refused() {
+fn operations_that_nccl_does_differently_are_refused() {
     let all = |dtype, op, factor| carries(&sum(dtype, op, (factor, 1.0)));
     assert!(all(DataType::Bf16, ReduceOp::Max, 1.0) && all(DataType::I64, ReduceOp::Product, 1.0));
     assert!(all(DataType::F32, ReduceOp::Sum, 0.5) && all(DataType::C128, ReduceOp::Average, 1.0));

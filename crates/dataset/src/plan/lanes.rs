@@ -180,7 +180,7 @@ impl Lanes {
         self.count * self.beside
     }
 
-    /// What is decoded at once: file, row group and rows of each block, in the order of the files.
+    /// The blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
     pub fn blocks(&self) -> impl Iterator<Item = (usize, usize, Range<u64>)> {
         self.blocks.iter().map(|run| (run.file, run.group, run.rows.clone()))
     }

@@ -18,7 +18,7 @@ use farandole_world::Rank;
 use crate::error::{Error, Result};
 use crate::plan::lanes::Order;
 
-/// What becomes of the rows that do not fill a batch on every rank.
+/// The treatment of rows that do not fill a batch on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tail {
     /// A shorter last batch, which may be empty on some ranks.
@@ -32,7 +32,7 @@ pub enum Tail {
     Join,
 }
 
-/// What one rank asks of an epoch.
+/// One rank's request for an epoch.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Seed of the shuffle.
@@ -47,7 +47,7 @@ pub struct Request {
     pub size: u32,
     /// Rows of a batch of this rank.
     pub batch_size: u64,
-    /// What to do at the end.
+    /// The treatment of the last rows.
     pub tail: Tail,
     /// Rows of the epoch, of all ranks together, that are done already.
     pub start_row: u64,
@@ -264,7 +264,7 @@ impl Plan {
         }
     }
 
-    /// What has to be read, in no particular order; [`Piece::part`] counts in it.
+    /// The parts to read, in no particular order; [`Piece::part`] is an index into them.
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }

@@ -176,7 +176,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_taken_is_what_parts_announce(files in files(), size in 1_u32..9, batch in 1_u64..20, pad: bool) {
+    fn rows_that_are_taken_equal_the_announced_parts(files in files(), size in 1_u32..9, batch in 1_u64..20, pad: bool) {
         let lanes = Lanes::new(&manifest(&files, 1 << 20));
         for rank in 0..size {
             let mut request = request(rank, size, batch);
@@ -305,7 +305,7 @@ fn a_rank_without_rows_still_has_something_to_repeat() {
 }
 
 #[test]
-fn what_is_held_at_once_is_counted() {
+fn blocks_that_are_held_at_once_are_counted() {
     let lanes = Lanes::new(&manifest(&[vec![10; 4]], 100));
     let held = |batch_size| {
         let plan = Plan::new(&lanes, &Request { shuffle: false, ..request(0, 1, batch_size) }).unwrap();

@@ -160,7 +160,7 @@ fn ended(engine: &Engine, result: Result<Completion>) {
 }
 
 #[test]
-fn what_a_panic_took_with_it_is_ended_too() {
+fn operations_that_a_panic_interrupted_end_too() {
     let engine = Engine::start(options(0)).unwrap();
     let mut driver = engine.inner.summon();
     let handle = engine.submit_attended(barrier()).unwrap();

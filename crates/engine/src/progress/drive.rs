@@ -265,7 +265,7 @@ fn unwound(work: impl FnOnce()) {
     drop(catch_unwind(AssertUnwindSafe(work)));
 }
 
-/// What panics is a bug, and the end of the engine, whoever drives: peers would wait for one that is half gone.
+/// A panic is a bug and ends the engine, on any driving thread: peers would wait for one that works only in part.
 fn guarded(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(Cause::Panicked))
 }

@@ -35,7 +35,7 @@ impl Patience {
         if self.slept % PROBE == PROBE - 1 { self.most } else { self.now }
     }
 
-    /// What was awaited came while spinning.
+    /// Notes that the awaited event came while spinning.
     pub(crate) fn paid(&mut self) {
         self.now = (self.now * 2).min(self.most);
         self.slept = 0;
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_not_spin_never_does() {
+    fn a_thread_that_may_not_spin_never_spins() {
         let mut patience = Patience::new(Duration::ZERO);
         patience.ran_out();
         assert_eq!(patience.limit(), Duration::ZERO);

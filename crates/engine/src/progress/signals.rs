@@ -152,7 +152,7 @@ mod tests {
 
     const SET: usize = 0;
 
-    /// What of an engine matters here: the desk and the signals are the real ones, under loom's locks.
+    /// The parts of an engine for this model: the desk and the signals are the real ones, under loom's locks.
     #[derive(Default)]
     struct Model {
         signals: Signals,

@@ -17,7 +17,7 @@ use crate::tally::{Tally, Variant, Wish};
 use crate::wire::{Malformed, Reader, Writer};
 
 impl ProcessSet {
-    /// What this member announces for a request of its own.
+    /// This member's announcement for a request of its own.
     pub(super) fn wish_of(&mut self, entry: &Entry, signature: Signature) -> Wish {
         let me = self.tree.me;
         if let Some((id, agreed)) = self.cache.find(&entry.name)

@@ -3,7 +3,7 @@
 
 //! A batch: tensors that go through a communicator as one operation, and what is done to device memory before and after.
 //!
-//! What is on a device goes through the host as one block of staging memory, in pieces: while one is reduced, the next is
+//! Data on a device goes through the host as one block of staging memory, in pieces: while one is reduced, the next is
 //! copied in and the last one out. A result is handed over when its way back is queued: the framework's stream waits for
 //! that, not the host.
 
@@ -35,7 +35,7 @@ pub(super) struct Part {
     output: Option<Buffer>,
     /// Work on the device that comes before.
     ready: Option<Arc<dyn Event>>,
-    /// What the communicator reads and writes.
+    /// The memory that the communicator reads and writes.
     segment: Option<Segment>,
     /// Memory of the engine's that the communicator writes.
     allocated: Option<Memory>,
@@ -54,7 +54,7 @@ pub(super) enum State {
     Done,
 }
 
-/// Who runs a batch.
+/// The communicator of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
     /// Not decided: its turn has not come.
@@ -367,7 +367,7 @@ impl Batch {
         }
     }
 
-    /// Who sends, in a broadcast.
+    /// The sender, in a broadcast.
     fn sender(&self) -> Option<Rank> {
         match self.signature().map(|signature| signature.call) {
             Some(Call::Broadcast { root }) => Some(Rank(root)),
@@ -562,7 +562,7 @@ impl Part {
         Ok(buffer)
     }
 
-    /// What is to be copied back to a device, and where to.
+    /// The memory to copy back to a device, and its target.
     fn stored(&self) -> Option<(Buffer, Buffer)> {
         let (Some(output), Some(memory), None) = (&self.output, &self.allocated, &self.misfit) else {
             return None;

@@ -40,7 +40,7 @@ pub(super) struct Refusal {
     pub(super) text: String,
 }
 
-/// What waits for the next list.
+/// The decisions that wait for the next list.
 #[derive(Debug)]
 enum Decision {
     Run(Ready),

@@ -35,7 +35,7 @@ pub(super) struct Stalled {
     pub(super) meeting: bool,
 }
 
-/// What the coordinator awaits answers to.
+/// A question of the coordinator that waits for answers.
 struct Inquiry {
     number: u64,
     due: Instant,
@@ -48,7 +48,7 @@ impl Inquiry {
     }
 }
 
-/// What this member was asked.
+/// A question to this member.
 struct Question {
     number: u64,
     due: Instant,
@@ -161,7 +161,7 @@ impl ProcessSet {
         self.inquiries.question.take().map(|question| (question.number, stack))
     }
 
-    /// What this process waits in within this set.
+    /// The waits of this process within this set.
     fn waits(&self, now: Instant) -> impl Iterator<Item = Wait> {
         let set = self.watch.set;
         self.local.values().chain(self.joins.own()).chain(self.execution.entries()).map(move |entry| Wait {

@@ -33,7 +33,7 @@ struct Joined {
     gather: bool,
 }
 
-/// Who has joined, as far as this member knows: those below it, and itself.
+/// The members that have joined, as far as this member knows: those below it, and itself.
 #[derive(Default)]
 pub(super) struct Joins {
     joined: Vec<Joined>,
@@ -180,7 +180,7 @@ impl ProcessSet {
     }
 }
 
-/// What a member that has joined brings to an operation of the others.
+/// The part of a joined member in an operation of the others.
 pub(super) fn stand_in(agreed: &Agreed) -> Entry {
     let signature = &agreed.signature;
     let bytes = usize::try_from(signature.unit_bytes()).unwrap_or(usize::MAX);
@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stands_in_has_no_effect_after_it_is_scaled() {
+    fn the_substitute_of_a_joined_rank_has_no_effect_after_scaling() {
         let float = |op, prescale: f64| {
             let bytes = without_effect(DataType::F64, op, prescale);
             f64::from_ne_bytes(bytes[..8].try_into().unwrap()) * prescale
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_everybody_says_who_is_missing() {
+    fn an_operation_that_needs_all_ranks_names_the_missing_ones() {
         let joined = |member, gather| Joined { member, gather };
         let joins = Joins { joined: vec![joined(1, true), joined(2, false)], ..Joins::default() };
         let ranks = [Rank(4), Rank(6), Rank(9)];

@@ -75,7 +75,7 @@ pub(crate) struct Entry {
     pub(crate) handle: Handle,
     pub(crate) name: Arc<str>,
     pub(crate) operation: &'static str,
-    /// What a meeting is about, where its kind does not say it: a change of process sets, spelled out.
+    /// The matter of a meeting, if its kind does not state it: the full text of a change of process sets.
     pub(crate) matter: Option<Box<str>>,
     pub(crate) group: u64,
     /// Row counts that this member brings: of its input, or of each block of it.
@@ -171,7 +171,7 @@ pub(crate) struct ProcessSet {
     pub(crate) statistics: Statistics,
 }
 
-/// What all sets of an engine share.
+/// The state that all sets of an engine share.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) world: Arc<World>,

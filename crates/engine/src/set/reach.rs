@@ -44,7 +44,7 @@ impl Reach {
         Operation::Allgather { segments: vec![segment], bytes: vec![vec![CARD; members]] }
     }
 
-    /// What was in progress is here. Returns what comes next in the meeting, to be submitted as [`MEETING`], too.
+    /// Takes the result of the step in progress. Returns the meeting's next step, to be submitted as [`MEETING`].
     ///
     /// # Errors
     /// When a communicator could be had and was refused.
@@ -143,7 +143,7 @@ impl Reach {
     }
 }
 
-/// What a name begins with, where there is one.
+/// The first byte of a name, if there is one.
 const NAMED: u8 = 1;
 
 /// The longest that an end in good order waits for what was launched.

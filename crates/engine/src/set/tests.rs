@@ -267,7 +267,7 @@ fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
 }
 
 #[test]
-fn what_a_peer_may_not_send_stops_the_set_with_its_rank() {
+fn a_forbidden_message_of_a_peer_stops_the_set_and_names_its_rank() {
     let mut world = Simulation::new(&[2], settings(2));
     world.sets[1].send(0, kind::ANNOUNCE, &[0, 0, 99, 0]).unwrap();
     let error = world.sets[0].poll(world.now, &mut Vec::new()).unwrap_err();

@@ -34,7 +34,7 @@ struct Case {
     meeting: bool,
 }
 
-/// What a member knows of a tensor that waits too long.
+/// A member's report of a tensor that waits too long.
 struct Told {
     name: Arc<str>,
     what: String,

@@ -18,7 +18,7 @@ fn hits(cluster: &Cluster, rounds: usize, names: usize) -> Vec<Statistics> {
 }
 
 #[test]
-fn what_was_agreed_on_before_is_announced_by_number() {
+fn requests_with_an_earlier_agreement_are_announced_by_number() {
     for statistics in hits(&Cluster::new(&[2, 1]), 5, 10) {
         assert_eq!(statistics.cache_hits, 40);
     }

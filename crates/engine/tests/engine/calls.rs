@@ -293,7 +293,7 @@ fn callbacks_get_results_and_may_submit_again() {
 }
 
 #[test]
-fn who_helps_gets_results_that_come_at_once_and_callbacks_get_the_others() {
+fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
     Cluster::new(&[2]).run(|rank, engine| {
         let error = engine.submit_helping(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
         assert!(matches!(error, Error::DuplicateName { .. }));

@@ -27,7 +27,7 @@ fn a_shutdown_with_nothing_pending_is_quiet_everywhere() {
 }
 
 #[test]
-fn what_everybody_takes_part_in_completes_though_some_leave_right_after() {
+fn an_operation_of_all_ranks_completes_although_some_leave_right_after() {
     for real in [false, true] {
         let cluster = Cluster { real, ..Cluster::new(&[2, 1]) };
         for last in 0..20 {
@@ -43,7 +43,7 @@ fn what_everybody_takes_part_in_completes_though_some_leave_right_after() {
 }
 
 #[test]
-fn whoever_waits_for_a_rank_that_shuts_down_is_told_its_name_and_the_tensor() {
+fn a_wait_for_a_rank_that_shuts_down_fails_with_its_name_and_the_tensor() {
     let submitted = Barrier::new(4);
     Cluster::new(&[2, 2]).run(|rank, engine| {
         if rank == 2 {

@@ -253,7 +253,7 @@ fn work(fabric: &Arc<Loops>, observer: &Arc<Notes>) -> u64 {
 }
 
 #[test]
-fn what_the_communicator_among_devices_carries_goes_there_and_the_rest_through_the_host() {
+fn the_device_communicator_carries_supported_operations_and_the_host_the_others() {
     let (fabric, notes) = (Arc::new(Loops::new(2, true)), Arc::new(Notes::default()));
     // Of 3 rounds on 2 ranks: a sum and a group each; only maxima are copied in and out.
     assert_eq!(work(&fabric, &notes), 2 * 3 * 2);

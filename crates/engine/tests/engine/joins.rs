@@ -128,7 +128,7 @@ fn gathers_and_broadcasts_need_the_consent_of_those_that_joined() {
 }
 
 #[test]
-fn what_needs_everybody_fails_on_those_that_asked_and_the_engine_goes_on() {
+fn an_operation_that_needs_all_ranks_fails_for_its_callers_and_the_engine_continues() {
     Cluster::new(&[1, 2]).run(|rank, engine| {
         if rank != 2 {
             let scatter = Kind::Reducescatter { op: ReduceOp::Sum, prescale: 1.0, postscale: 1.0 };
@@ -160,7 +160,7 @@ fn what_needs_everybody_fails_on_those_that_asked_and_the_engine_goes_on() {
 }
 
 #[test]
-fn who_has_joined_submits_nothing_else() {
+fn a_joined_rank_submits_nothing_else() {
     Cluster::new(&[2]).run(|rank, engine| {
         if rank == 0 {
             let joined = engine.submit(Request::join("join", false)).unwrap();

@@ -243,7 +243,7 @@ impl Event for Gate {
 }
 
 #[test]
-fn what_all_have_submitted_is_no_stall_however_long_it_waits_its_turn() {
+fn an_operation_that_all_have_submitted_is_no_stall_although_it_waits_long() {
     let (cluster, stalls) = heard(&[3]);
     let cluster = cluster.with(|settings| {
         settings.stall_check = Some(Duration::from_millis(50));
@@ -300,7 +300,7 @@ fn the_rest_of_a_refused_group_is_not_waited_for_any_more() {
 }
 
 #[test]
-fn whoever_cannot_tell_does_not_keep_the_report() {
+fn a_rank_without_an_answer_does_not_delay_the_report() {
     struct Mute(Sender<StallReport>);
     impl Observer for Mute {
         fn stalled(&self, report: &StallReport) {

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_comes_before_the_batch_system_and_that_before_this_host() {
+    fn flags_have_priority_over_the_batch_system_and_that_over_this_host() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "f slots=2\n").unwrap();
         let path = Some(file.path().to_owned());

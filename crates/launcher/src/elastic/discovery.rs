@@ -25,7 +25,7 @@ impl Stop {
     }
 }
 
-/// What says which hosts there are. It is asked every second, on a thread of its own.
+/// Finds the present hosts. It is called every second, on its own thread.
 pub trait Discovery: Send {
     /// The hosts there are now with their slots, in the order of ranks.
     ///

@@ -31,12 +31,12 @@ const ENDING: Duration = Duration::from_secs(20);
 /// How long one that may go takes to do so while the job continues: its script has things to write.
 const LEAVING: Duration = Duration::from_secs(120);
 
-/// What to run while workers come and go.
+/// The program to run while workers come and go.
 #[derive(Clone, Debug)]
 pub struct ElasticJob {
     /// How many workers, and when to give up.
     pub elastic: Elastic,
-    /// What each worker runs.
+    /// The program of each worker.
     pub work: Work,
     /// The file from which another process continues the job after this one was killed, if there is one.
     pub journal: Option<PathBuf>,

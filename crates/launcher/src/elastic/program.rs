@@ -54,7 +54,7 @@ pub(super) fn answer(mut command: Command, limit: Duration, stop: &Stop) -> Resu
     Ok(Answer { code: status.code(), stdout: text(&stdout), words: one_line(&text(&stderr)) })
 }
 
-/// What a program writes to stdout and to stderr.
+/// The program's output to stdout and to stderr.
 type Outputs = (mpsc::Receiver<Vec<u8>>, mpsc::Receiver<Vec<u8>>);
 
 /// Waits until the program has ended; it is then neither reaped nor are its outputs complete.

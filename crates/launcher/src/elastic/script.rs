@@ -13,7 +13,7 @@ use crate::hosts::{HostSlots, host_of};
 /// A program that prints a host a line.
 #[derive(Clone, Debug)]
 pub struct Script {
-    /// What the shell is to run.
+    /// The command for the shell.
     pub command: String,
     /// Slots of a host that is printed without a number.
     pub slots_per_host: Option<u32>,
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_host_is_named() {
+    fn an_invalid_host_is_named() {
         let error = found(&mut script("echo a:2; echo b:x")).unwrap_err();
         assert!(
             error.ends_with("printed a line that is not a host such as node1 or node1:4: b:x"),

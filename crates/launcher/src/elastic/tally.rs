@@ -68,7 +68,7 @@ impl Tally {
         self.end.get_or_insert(End::Failed(verdict, rank));
     }
 
-    /// What the job comes to: the ends of the last world's members by rank, or a failure.
+    /// The result of the job: the ends of the last world's members by rank, or a failure.
     pub(super) fn report(mut self, interrupted: bool) -> Report {
         let outcomes = match self.end.take() {
             Some(End::Finished) => {
@@ -82,7 +82,7 @@ impl Tally {
         Report { outcomes, interrupted }
     }
 
-    /// What is known of every member of the last world, by rank.
+    /// The known end of every member of the last world, by rank.
     fn members(&mut self, change: impl Fn(Outcome) -> Outcome) -> Vec<Outcome> {
         let Some(world) = self.world.take() else { return Vec::new() };
         let size = world.size();

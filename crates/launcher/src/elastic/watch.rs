@@ -82,7 +82,7 @@ struct Looking {
     discovery: Box<dyn Discovery>,
     stop: Stop,
     last: Found,
-    /// What was said of the last failure.
+    /// The message about the last failure.
     failure: Option<String>,
 }
 
@@ -114,7 +114,7 @@ impl Looking {
         }
     }
 
-    /// What there is now, if it is not what there was.
+    /// The present hosts, if they have changed.
     fn changed(&mut self, mut hosts: Vec<HostSlots>) -> Option<Found> {
         hosts.retain(|host| host.slots > 0);
         if hosts == self.last.hosts {

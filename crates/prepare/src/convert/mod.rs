@@ -32,7 +32,7 @@ pub(crate) struct Origin<'a> {
     pub(crate) column: &'a str,
     pub(crate) partition: u64,
     pub(crate) row: u64,
-    /// What replaces nulls and NaN, and whether it was meant for this column alone.
+    /// The replacement of nulls and NaN, and whether it was given for this column alone.
     pub(crate) fill: Option<(&'a str, bool)>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub(crate) allow_nan: bool,

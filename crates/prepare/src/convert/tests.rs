@@ -201,7 +201,7 @@ fn a_fill_that_is_no_value_of_the_column_is_said_when_it_was_meant_for_it() {
 }
 
 #[test]
-fn what_cannot_be_trained_on_is_refused() {
+fn types_that_cannot_be_trained_on_are_refused() {
     let texts = list(Arc::new(StringArray::from(vec!["a", "b"])), &[1, 1]);
     assert!(matches!(run(texts, None), Err(Error::Type { .. })));
     let empty = list(Arc::new(Int32Array::from(Vec::<i32>::new())), &[0, 0]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where the pages of a chunk are, so that a part of it can be fetched: from the offset index, or else by walking from
+//! Positions of a chunk's pages, so that a part of it can be fetched: from the offset index, or else by walking from
 //! header to header.
 
 use std::ops::Range;

@@ -12,7 +12,7 @@ use crate::server::{Options, Registrar};
 /// Connections that the crowd shares; each carries less than a thousand streams.
 const CONNECTIONS: u32 = 32;
 const HOST: u32 = 8;
-/// What ten thousand tasks and their registrar may take, all in one process.
+/// The limits for ten thousand tasks and their registrar, all in one process.
 const MEMORY: u64 = 500 << 20;
 
 fn soon() -> Instant {

@@ -32,14 +32,14 @@ const ATTEMPT: Duration = Duration::from_secs(2);
 
 type OnEnd = Box<dyn FnOnce(Verdict) + Send>;
 
-/// What an agent has registered with, once it has.
+/// The arguments of an agent's registration, after it has registered.
 pub(super) type Offer = Arc<Mutex<Option<wire::RegisterRequest>>>;
 
-/// What an agent watches the registrar with.
+/// An agent's watch of the registrar.
 pub(super) struct Watch {
     pub(super) caller: Caller,
     pub(super) address: String,
-    /// Of the registrar's certificate.
+    /// The digest of the registrar's certificate.
     pub(super) fingerprint: Fingerprint,
     pub(super) session: u64,
     pub(super) offer: Offer,
@@ -172,7 +172,7 @@ mod tests {
     use crate::server::{Options, Registrar};
 
     const OUTAGE: Duration = Duration::from_millis(1500);
-    /// What an outage and the attempts under way at its end may take; less than one that is stopped is waited for.
+    /// The limit of an outage and of the attempts under way at its end; less than the wait for a stopped registrar.
     const LONG: Duration = Duration::from_secs(9);
 
     fn registrar(first: u16) -> Registrar {

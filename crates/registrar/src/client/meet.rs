@@ -19,14 +19,14 @@ use crate::generated::meet_reply::What;
 /// The longest time between two questions whether to give up.
 const SLICE: Duration = Duration::from_millis(250);
 
-/// What becomes of a rank's question for a world.
+/// The answer to a rank's question for a world.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Meet {
     /// All ranks have come: their cards, in the order of the ranks.
     All(Vec<Bytes>),
     /// Another process has this rank.
     Taken {
-        /// That process.
+        /// The other process.
         holder: String,
     },
     /// A rank asks for another world.
@@ -129,7 +129,7 @@ impl Client {
     }
 }
 
-/// What is waited for.
+/// The awaited world.
 fn late(missing: &wire::Missing) -> String {
     let ranks: Vec<String> = missing.ranks.iter().map(ToString::to_string).collect();
     let s = if missing.count == 1 { "" } else { "s" };

@@ -81,7 +81,7 @@ impl Default for Cancel {
     }
 }
 
-/// Who calls, and over which connection.
+/// The caller, and its connection.
 #[derive(Clone)]
 struct Caller {
     channel: Channel,
@@ -117,7 +117,7 @@ struct Inner {
     outbox: Arc<Outbox>,
     offer: heartbeat::Offer,
     tasks: Mutex<Vec<JoinHandle<()>>>,
-    /// What waits for news of hosts.
+    /// The receiver of news of hosts.
     changes: Mutex<Option<JoinHandle<()>>>,
     /// How long a call is repeated while the connection is broken, in milliseconds.
     patience: AtomicU64,

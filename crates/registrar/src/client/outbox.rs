@@ -148,7 +148,7 @@ impl Outbox {
         Some(batch)
     }
 
-    /// What has to be sent again.
+    /// The records that have to be sent again.
     fn unconfirmed(&self) -> Vec<wire::RecordBatch> {
         self.state.lock().unconfirmed.clone()
     }

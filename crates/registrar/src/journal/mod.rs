@@ -45,14 +45,14 @@ const LONG: u64 = 4 << 20;
 const LONGEST_HEAD: u64 = 8 << 20;
 const GIVE_UP: &str = "or remove the file to give up the job";
 
-/// What stays the same for the life of a job.
+/// The values that stay the same for the life of a job.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Head {
     /// The release that wrote the file.
     farandole: String,
     /// The host's boot id.
     boot: String,
-    /// What the job is for, in the words of whoever runs it.
+    /// The purpose of the job, in the words of its user.
     purpose: String,
     /// Token, fingerprint, name and addresses.
     ticket: String,
@@ -67,10 +67,10 @@ struct Written {
     farandole: String,
 }
 
-/// What happened.
+/// The event.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Record {
-    /// Who is in the job. Records before it have no effect any more.
+    /// The members of the job. Records before it have no effect any more.
     State { at: Duration, machine: Box<Elastic> },
     /// A step of that.
     Step(Step),
@@ -80,7 +80,7 @@ pub(crate) enum Record {
     Met(Formed),
 }
 
-/// What an earlier registrar has left.
+/// The state that an earlier registrar has left.
 pub(crate) struct Left {
     pub(crate) head: Head,
     pub(crate) records: Vec<Record>,
@@ -95,7 +95,7 @@ pub struct Journal {
 }
 
 struct Writing {
-    /// None after a record could not be written, or when the job is over.
+    /// `None` after a record could not be written, or when the job is over.
     file: Option<File>,
     grown: u64,
     head: Option<Head>,
@@ -140,7 +140,7 @@ impl Journal {
             let current = left.head.boot == boot_id();
             if !current {
                 let path = path.display();
-                tracing::warn!(%path, "this host was started after the journal was written: the job begins anew");
+                tracing::warn!(%path, "this host was started after the journal was written: the job begins from the start");
             }
             current
         });
@@ -153,7 +153,7 @@ impl Journal {
         Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
     }
 
-    /// What an earlier registrar has left, the first time.
+    /// The state that an earlier registrar has left; returned once.
     pub(crate) fn left(&mut self) -> Option<Left> {
         self.left.take()
     }
@@ -351,7 +351,7 @@ fn is_at(file: &File, path: &Path) -> bool {
     named.is_ok_and(|named| file.metadata().map(number).is_ok_and(|open| open == named))
 }
 
-/// What is in the file, and the length of its complete lines.
+/// The content of the file, and the length of its complete lines.
 fn read(file: &File, purpose: &str) -> std::result::Result<(Option<Left>, u64), String> {
     let mut lines = BufReader::new(file);
     let mut text = Vec::new();

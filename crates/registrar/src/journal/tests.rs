@@ -80,7 +80,7 @@ fn it_is_for_its_owner_for_one_process_and_for_one_job() {
 }
 
 #[test]
-fn what_is_no_journal_of_this_release_is_refused_and_stays_as_it_is() {
+fn a_journal_of_another_release_is_refused_and_left_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
     drop(started(&path));
@@ -157,7 +157,7 @@ fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
 }
 
 #[test]
-fn what_is_noted_while_a_new_file_is_written_is_in_both() {
+fn records_during_a_rewrite_are_in_both_files() {
     let folder = tempfile::tempdir().unwrap();
     let [path, left] = ["journal", "left"].map(|name| folder.path().join(name));
     let journal = started(&path);

@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use crate::exit::{Exit, Verdict};
 use running::Running;
 
-/// What the machine goes by.
+/// The rules of the machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     /// Tasks in the job.
@@ -58,7 +58,7 @@ pub(crate) struct Liveness {
     pub(crate) disconnect_grace: Duration,
 }
 
-/// What the machine is told.
+/// An event for the machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Input {
     /// An agent shows that it lives.
@@ -79,7 +79,7 @@ pub(crate) enum Input {
     Tick,
 }
 
-/// What the machine decides.
+/// A decision of the machine.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Decision {
     /// A task waits for its rank; whether an earlier start of it has waited until now.

@@ -69,7 +69,7 @@ impl Running {
         self.members.get(&task).is_some_and(|member| member.session == session)
     }
 
-    /// Who is in it, by task and session.
+    /// The members, by task and session.
     #[cfg(test)]
     pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
         self.members.iter().map(|(task, member)| (*task, member.session))

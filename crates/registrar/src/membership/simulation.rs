@@ -328,7 +328,7 @@ impl World {
         }
     }
 
-    /// What an agent does by itself.
+    /// The actions of an agent by itself.
     fn act(&mut self, task: u32, session: u64) {
         let now = self.now;
         let healed = self.parted.get(&task).is_some_and(|until| *until <= now);

@@ -27,14 +27,14 @@ impl Published {
     }
 }
 
-/// What calls wait on.
+/// The signal that calls wait for.
 #[derive(Clone, Default)]
 pub(super) struct Board {
     pub(super) world: Option<Arc<Published>>,
     pub(super) over: Option<(Generation, Arc<Verdict>)>,
     pub(super) finished: Option<Generation>,
     pub(super) aborted: Option<Arc<Verdict>>,
-    /// Who registered last for each task: earlier starts of it get no rank any more.
+    /// The last registration of each task: earlier starts of it get no rank any more.
     pub(super) holders: HashMap<TaskId, u64>,
     /// Elastic jobs: workers that are out, and why; those that may go; and what members of a world should know.
     pub(super) ends: HashMap<TaskId, Arc<Verdict>>,

@@ -28,7 +28,7 @@ use crate::kv::KeyValues;
 use crate::meetings::Meetings;
 use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 
-/// Of what sends records for one task, how many are remembered: its agent, its worker, and those before them.
+/// The number of senders that are remembered for each task: its agent, its worker, and those before them.
 const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
@@ -58,9 +58,9 @@ pub(super) struct Core {
     /// Held by whoever carries out what membership has decided.
     pub(super) turn: Mutex<()>,
     pub(super) journal: Option<Arc<Journal>>,
-    /// What an earlier registrar has left.
+    /// The state that an earlier registrar has left.
     pub(super) resumed: Option<Resumed>,
-    /// What the job had lived through before the registrar started again.
+    /// The history of the job before the registrar started again.
     before: Duration,
     clock: Mutex<Clock>,
     pub(super) board: watch::Sender<Board>,
@@ -78,7 +78,7 @@ pub(super) struct Core {
     pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
 }
 
-/// What the driver has heard of a generation's tasks: a call that is repeated because its connection broke is no news.
+/// The events of a generation's tasks that the driver knows. A call repeated after a broken connection is no news.
 #[derive(Default)]
 struct Told {
     generation: Generation,
@@ -95,7 +95,7 @@ impl Told {
     }
 }
 
-/// What an elastic job goes by.
+/// The rules of an elastic job.
 pub(super) fn rules(options: &Options, elastic: &Elastic) -> elastic::Rules {
     elastic::Rules {
         first: elastic.first,
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_worker_of_another_generation_returns_is_no_result() {
+    fn a_result_of_another_generation_is_ignored() {
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
         let core = Core::new(JobId("job".to_owned()), &Options::from_config(2, &config), false);
         for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Descriptors that the process needs besides: files, pipes, and connections that are still strangers.
 const SPARE: u64 = 64;
 
-/// What of these no connection may take.
+/// The number of descriptors that connections may not take.
 const OWN: u64 = SPARE / 2;
 
 /// Raises the soft limit as far as the job may need it: `least` connections for certain, `most` at times, strangers

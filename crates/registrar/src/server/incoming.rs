@@ -99,7 +99,7 @@ impl State {
     }
 }
 
-/// What counts as one source: an IPv4 address, or the network of 64 bits that a site of IPv6 has at least.
+/// One source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
 fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => {
@@ -178,7 +178,7 @@ impl Drop for Seat {
     }
 }
 
-/// What calls know of their connection.
+/// The data of a connection that its calls can use.
 #[derive(Clone)]
 pub(super) struct Place(Arc<Seat>);
 
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_from_where_most_come_makes_way_before_older_ones_from_elsewhere() {
+    fn a_connection_of_the_largest_source_makes_way_before_older_ones_of_other_sources() {
         let places = Places::new(4);
         let mut honest = places.take(HERE).unwrap();
         let mut flood: Vec<_> = (0..100).map(|_| places.take(THERE).unwrap()).collect();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_said_less_makes_way_before_older_ones_of_the_same_source() {
+    fn a_connection_in_an_earlier_stage_makes_way_before_older_ones_of_the_same_source() {
         let places = Places::new(3);
         let (mut spoken, mut answered) = (places.take(HERE).unwrap(), places.take(HERE).unwrap());
         spoken.0.reach(Stage::Spoken);

@@ -20,7 +20,7 @@ use crate::membership::elastic::{Elastic, Rules};
 use crate::ticket::Ticket;
 use crate::tls::Identity;
 
-/// What a worker is told whom the registrar does not count any more.
+/// The answer to a worker that the registrar counts no more.
 const GONE: &str = "the registrar counts this worker as gone";
 
 /// A job as an earlier registrar has left it.

@@ -27,13 +27,13 @@ enum Kind {
     Elastic(Box<Elastic>, bool),
 }
 
-/// What has to be carried out, in this order.
+/// The actions to carry out, in this order.
 pub(super) enum Due {
     /// The journal has to hold this before anybody sees what was decided.
     Note(Step),
     /// The driver hears of a worker's end.
     Ended { task: TaskId, generation: Generation, exit: Exit },
-    /// What was decided takes effect.
+    /// The decisions take effect.
     Decided(Vec<Decision>),
 }
 
@@ -81,7 +81,7 @@ impl Members {
         }
     }
 
-    /// What is to be carried out now.
+    /// The actions to carry out now.
     pub(super) fn take_due(&mut self) -> Vec<Due> {
         std::mem::take(&mut self.due)
     }

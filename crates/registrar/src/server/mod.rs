@@ -68,7 +68,7 @@ const CLOSING: Duration = Duration::from_secs(1);
 /// How long the port of an earlier registrar may be taken.
 const PORT_TAKEN: Duration = Duration::from_secs(5);
 
-/// What a registrar is started with.
+/// The arguments of a registrar.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Tasks that will register.
@@ -105,7 +105,7 @@ impl Options {
     }
 }
 
-/// What makes a job elastic.
+/// The settings of an elastic job.
 #[derive(Clone, Debug)]
 pub struct Elastic {
     /// Workers that the first world waits for.
@@ -270,7 +270,7 @@ impl Registrar {
         })
     }
 
-    /// What an earlier registrar has left of this job, if this one continues it.
+    /// The state that an earlier registrar has left of this job, if this one continues it.
     pub fn resumed(&self) -> Option<&Resumed> {
         self.core.resumed.as_ref()
     }
@@ -360,7 +360,7 @@ impl Registrar {
         Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
 
-    /// What a task needs to be let in.
+    /// The ticket that a task needs to be admitted.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
     }

@@ -33,7 +33,7 @@ type Piece = Result<wire::RelayPiece, Status>;
 /// Where the calls for one world of a task go.
 type Door = (Generation, TaskId, u64);
 
-/// What one end hears.
+/// The stream of one end.
 pub(super) type Heard = ReceiverStream<Piece>;
 
 /// One end of a link: what it says, and where it hears.
@@ -42,7 +42,7 @@ struct End {
     hears: mpsc::Sender<Piece>,
 }
 
-/// Who can be called, and who is calling.
+/// The ends that can be called, and those that call.
 #[derive(Default)]
 pub(super) struct Exchange {
     doors: Mutex<HashMap<Door, mpsc::Sender<Result<wire::Call, Status>>>>,

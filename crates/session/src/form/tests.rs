@@ -152,7 +152,7 @@ fn a_world_can_form_again_after_all_have_left() {
 
 /// SE-3.
 #[test]
-fn whoever_waits_for_others_gives_up_when_asked_to() {
+fn a_wait_for_other_ranks_ends_when_it_is_cancelled() {
     let registrar = registrar(2);
     let deadline = Instant::now() + LIMIT;
     let client = Client::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
@@ -168,7 +168,7 @@ fn whoever_waits_for_others_gives_up_when_asked_to() {
 
 /// SE-3.
 #[test]
-fn whoever_waits_for_the_links_of_a_living_peer_gives_up_when_asked_to() {
+fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
     let started = Instant::now();
     let (joined, end) = (AtomicBool::new(false), Barrier::new(2));
     world(

@@ -6,10 +6,10 @@
 use super::starters::{SLURM_STEP, STARTERS, Starter};
 use super::{Lookup, nodes};
 
-/// What the environment says.
+/// The result of the environment's variables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Nobody has started this process together with others; what to tell the user.
+    /// No launcher started this process together with others; with a message for the user.
     Alone(Option<String>),
     /// It is one of several.
     World(Started),
@@ -18,7 +18,7 @@ pub(crate) enum Found {
 /// A rank among others, as a starter of somebody else's has told it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Started {
-    /// Who told it, for messages.
+    /// The launcher, for messages.
     pub(crate) starter: &'static str,
     pub(crate) key: &'static str,
     pub(crate) rank: u32,
@@ -104,7 +104,7 @@ fn started(told: &Told, lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String
     }
 }
 
-/// What one starter has told; nothing when there is no size.
+/// The place in one launcher's variables; `None` if there is no size.
 fn one(starter: &'static Starter, lookup: Lookup<'_>) -> Result<Option<Told>, String> {
     let number = |name: &str| -> Result<Option<u32>, String> {
         let Some(text) = lookup(name) else { return Ok(None) };

@@ -83,7 +83,7 @@ fn identity(found: &Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// What the file holds; nothing while it is not there.
+/// The content of the file; `None` if it does not exist yet.
 ///
 /// # Errors
 /// It is not one that only its owner, this user, can have written and read.
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_could_have_written_or_read_is_not_believed() {
+    fn a_file_that_other_users_could_write_or_read_is_not_trusted() {
         let folder = folder("others");
         let written = write(&folder, "t", "x").unwrap();
         let path = folder.join("t");

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_tells_starts_apart_is_in_the_name() {
+    fn the_name_contains_the_identity_of_the_start() {
         let none = |_: &str| None;
         let pair = |value: &str| vec![("A".to_owned(), value.to_owned())];
         let name = |started: &Started| job(started, "", &none).unwrap();

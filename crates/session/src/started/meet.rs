@@ -18,7 +18,7 @@ use super::{Found, Started, detect, file, identity};
 use crate::meeting::{Interrupted, SLICE, identity as of_process};
 use crate::{Error, Result, Told};
 
-/// What a rank leaves in its environment for processes that it starts: the job, the rank, and who has it.
+/// A rank's variable for processes that it starts: the job, the rank, and the process of the rank.
 const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
 /// The longest one attempt to reach the registrar takes before somebody is asked whether to give up.
 const DIAL: Duration = Duration::from_secs(2);
@@ -246,7 +246,7 @@ impl Search<'_> {
         }
     }
 
-    /// What rank 0 has left, if it is this job's.
+    /// The file of rank 0, if it is this job's.
     ///
     /// # Errors
     /// Why it is not to be believed.

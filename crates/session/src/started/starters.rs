@@ -5,7 +5,7 @@
 
 use super::Lookup;
 
-/// What one starter tells its processes.
+/// The variables of one launcher.
 #[derive(Debug)]
 pub(super) struct Starter {
     /// Its name, for messages.

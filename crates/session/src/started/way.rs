@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How the ranks of a job find rank 0.
+//! The ways by which the ranks of a job find rank 0.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named() {
+    fn a_missing_or_invalid_variable_is_named() {
         let error = |secret, rendezvous| way(&started(false, None), secret, rendezvous).unwrap_err();
         assert!(error(SECRET, "").contains("FARANDOLE_RENDEZVOUS=host:port"));
         assert!(error("short", "").contains("FARANDOLE_JOB_SECRET has fewer than 16 characters"));

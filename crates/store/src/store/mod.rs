@@ -32,7 +32,7 @@ pub struct Entry {
     pub modified: Option<SystemTime>,
 }
 
-/// What is at a path: a file, or a directory, which object stores do not know and make up from names.
+/// An item at a path: a file, or a directory, which object stores derive from names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
     /// Last part of its path.
@@ -228,7 +228,7 @@ impl Store {
         }
     }
 
-    /// What is at `path`.
+    /// The item at `path`.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is nothing; as [`Store::read`].

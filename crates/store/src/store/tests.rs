@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// What any backend must do.
+/// The contract of all backends.
 fn contract(store: &Store) {
     assert!(!store.exists("a/b.bin").unwrap());
     store.write("a/b.bin", Bytes::from_static(b"0123456789")).unwrap();

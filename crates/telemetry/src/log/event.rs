@@ -16,7 +16,7 @@ use crate::ring::Weight;
 
 /// The longest text of an event, in bytes.
 const LONGEST: usize = 8 << 10;
-/// What an event costs in a queue besides its texts.
+/// The weight of an event in a queue besides its texts.
 const OVERHEAD: usize = 200;
 
 /// One event.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where events arrive.
+//! The receiver of events.
 //!
 //! The level is known to every place that emits: a place whose events nobody wants does one relaxed load and a comparison.
 
@@ -69,7 +69,7 @@ fn filter() -> LevelFilter {
     FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
 }
 
-/// What passes of a library: its debugging is about itself, and far more than ours.
+/// Whether a library's event passes: its debug events are about itself, and far more than ours.
 fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
     let ours = metadata.target().starts_with("farandole");
     let filter = if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };

@@ -12,7 +12,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// What follows the name of a timeline in the name of the file with what came before.
+/// The suffix of the file with the earlier part of a timeline.
 pub const OLD: &str = ".old";
 /// A file has at least this many bytes before the next one begins.
 const LEAST: u64 = 32 << 10;

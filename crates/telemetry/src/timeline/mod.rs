@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What happened to every tensor, written as a trace that `chrome://tracing` and Perfetto show.
+//! The history of every tensor, written as a trace that `chrome://tracing` and Perfetto show.
 //!
 //! ```text
 //! whoever holds the engine's progress lock -> Ring (bounded) -> one thread -> file, valid JSON after every flush
@@ -38,7 +38,7 @@ const ALL: u32 = u32::MAX;
 const ON: u8 = 1;
 const CYCLES: u8 = 2;
 
-/// What a finished operation produced.
+/// The result of a finished operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Produced {
     /// Element type.
@@ -71,7 +71,7 @@ pub struct Title<'a> {
     pub generation: u64,
 }
 
-/// What a timeline holds.
+/// The settings of a timeline.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Extent {
     /// Whether every negotiation round has a mark.
@@ -203,7 +203,7 @@ impl Timeline {
         self.record(|| What::Arrived(track.clone(), rank));
     }
 
-    /// What began last on a track ends.
+    /// Ends the last span that began on a track.
     pub fn end_of(&self, track: &Track, produced: Option<Produced>) {
         self.record(|| What::End(track.clone(), produced));
     }

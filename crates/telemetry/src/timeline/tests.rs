@@ -56,7 +56,7 @@ fn a_tensor_is_a_process_with_nested_spans() {
 }
 
 #[test]
-fn what_began_earlier_does_not_end_here_and_what_is_open_ends_with_the_timeline() {
+fn earlier_spans_are_left_out_and_open_spans_end_with_the_timeline() {
     let folder = tempfile::tempdir().unwrap();
     let (one, two) = (folder.path().join("1"), folder.path().join("2"));
     let (timeline, a) = (Timeline::default(), track(0, "a"));

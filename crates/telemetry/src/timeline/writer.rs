@@ -26,7 +26,7 @@ struct Place {
     page: u64,
 }
 
-/// What the first record says.
+/// The content of the first record.
 struct Heading {
     name: String,
     rank: u32,

@@ -21,7 +21,7 @@ use crate::world;
 /// Where results go: each tensor's, then the token's, which orders calls and carries nothing.
 type Outputs = *const *mut c_void;
 
-/// What XLA calls.
+/// The function that XLA calls.
 ///
 /// # Safety
 /// XLA calls it with the addresses of inputs and outputs, the text, its length and a status.
@@ -94,7 +94,7 @@ unsafe fn collect(
         let now = place(collective.call.process_set).map_err(told)?.set_size;
         if now != collective.ranks {
             return Err(format!(
-                "the function was compiled for other numbers of ranks, make it anew: {} then, {now} now",
+                "the function was compiled for another number of ranks, trace it again: {} then, {now} now",
                 collective.ranks
             ));
         }

@@ -20,7 +20,7 @@ pub(super) const QUESTIONS: u32 = 100;
 /// The kind that doubles one 32-bit integer, for Python to try.
 pub(super) const PROBE: u32 = 200;
 
-/// What is to be done.
+/// The operation to execute.
 #[derive(Debug, PartialEq)]
 pub(super) enum Plan {
     Collective(Operation, Collective),
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_is_named() {
+    fn an_invalid_call_is_named() {
         for text in [
             "",
             "0",

@@ -74,7 +74,7 @@ impl Key {
     }
 }
 
-/// What a connection is going to be.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Carrier {
     Tcp,
@@ -82,7 +82,7 @@ pub(crate) enum Carrier {
     Control,
 }
 
-/// What an acceptor answers.
+/// The answer of an acceptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Status {
     Welcome,

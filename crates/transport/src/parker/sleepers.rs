@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who sleeps, and who must be woken: the parker without its system calls, so that loom can try every order of what
+//! The sleepers, and those to wake: the parker without its system calls, so that loom can try every order of what
 //! several threads do with it (`make loom`).
 //!
 //! The models have one sleeper, as an engine has: whoever drives. That a wake reaches all of several rests on the one

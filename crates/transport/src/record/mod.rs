@@ -43,7 +43,7 @@ pub(crate) const MOST: usize = 256 << 10;
 /// Payload of a word of heartbeats.
 pub(crate) const WORD: usize = 128;
 
-/// What a record carries.
+/// The content of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Bytes of a link.

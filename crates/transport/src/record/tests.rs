@@ -160,7 +160,7 @@ fn apply(harm: &Harm, records: &mut Vec<Record>) {
 
 proptest! {
     #[test]
-    fn what_was_sealed_opens_in_its_order(suite in suite(), payloads in vec(vec(any::<u8>(), 1..300), 1..12)) {
+    fn sealed_records_open_in_their_order(suite in suite(), payloads in vec(vec(any::<u8>(), 1..300), 1..12)) {
         let (mut sender, mut receiver) = (seal(suite, 5), seal(suite, 5));
         for payload in payloads {
             let record = sealed(&mut sender, Kind::Bytes, &payload);

@@ -7,7 +7,7 @@
 //! where its blocks belong in the ring, so that nothing is copied to put it in order. What crosses a connection is sealed
 //! in records ([`crate::record`]): sealed in the ring of the sender, opened in that of the receiver.
 //!
-//! What was measured between two network namespaces of one machine, a path without delay and without loss, both
+//! Measured between two network namespaces of one machine, a path without delay and without loss, both
 //! directions at once, in processor time per gigabyte:
 //! - Congestion control: with BBR, whose timers pace every burst, 0.57 s; with CUBIC or Reno, 0.30 s. So links ask for
 //!   CUBIC, which most systems use anyway, and keep the system's choice where it is not allowed. This says what BBR

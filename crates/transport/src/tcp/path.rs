@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_asks_now_and_then_notices_vanished_packets_without_anything_to_say() {
+    fn an_idle_caller_that_polls_rarely_notices_lost_packets() {
         let limit = Duration::from_millis(2200);
         let (one, other) = pair();
         keep_asking(&one, Duration::from_secs(5)).unwrap();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which connection carries which bytes of a link: fixed blocks in turn, so that both ends know it without a word.
+//! Assigns the bytes of a link to its connections: fixed blocks in turn, so that both ends know it without a message.
 //!
 //! ```text
 //! position     0 ......... B ......... 2B ........ 3B ........ 4B

@@ -119,7 +119,7 @@ fn names_the_link(error: &Error, rank: u32, harm: &Harm) -> bool {
     let meddled = reason.contains("on connection ")
         && reason.contains(" of channel 1 with 127.0.0.1:")
         && reason.contains("is not what its sender sealed");
-    let cut = ["without a last word", "its connection broke", "reset by peer"];
+    let cut = ["without a closing message", "its connection broke", "reset by peer"];
     let may_end = matches!(harm, Harm::Drop(_) | Harm::Cut | Harm::Exchange(_));
     *lost == Rank(rank) && (meddled || may_end && cut.iter().any(|what| reason.contains(what)))
 }
@@ -218,7 +218,7 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
         }
     };
     assert_eq!(zero.receiver.window().unwrap().len(), 1000);
-    assert!(error.to_string().contains("without a last word"), "{error}");
+    assert!(error.to_string().contains("without a closing message"), "{error}");
 }
 
 /// Heartbeats: whoever could forge them could hide a death or feign a farewell.
@@ -257,7 +257,7 @@ fn tr_7_a_heartbeat_that_was_meddled_with_loses_the_peer_and_names_the_link() {
 }
 
 #[test]
-fn what_crosses_the_network_says_nothing() {
+fn data_on_the_network_reveals_nothing() {
     let secret = b"gradients, pickles and the names of tensors: nobody's business";
     let pair = Pair::new(1, None);
     let (zero, one) = pair.open(1);
@@ -286,7 +286,7 @@ fn what_crosses_the_network_says_nothing() {
 
 /// A whole recorded session, word for word, at the same rank of a job with the same key.
 #[test]
-fn what_was_recorded_opens_no_door_later() {
+fn a_recorded_handshake_is_useless_later() {
     let pair = Pair::new(1, None);
     let (mut zero, one) = pair.open(1);
     let sending = thread::spawn(move || send(one));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What limits the speed of a run, from the times that its ranks have measured.
+//! Finds the limit of a run's speed in the times that its ranks have measured.
 
 use farandole_store::Store;
 use serde::Serialize;
@@ -17,18 +17,18 @@ const SLOW: f64 = 1.3;
 const LARGE: f64 = 0.25;
 /// Share of a step below which no rank's data is slow.
 const SMALL: f64 = 0.1;
-/// What to do if the measured times do not tell which rank is slow.
+/// The advice if the measured times do not show which rank is slow.
 const TRACE: &str =
     "fit(timeline=True) records what each rank does and when, and names a rank for which the others wait";
 
 /// Three lines about a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Explanation {
-    /// What limits the run, with the number that says so.
+    /// The limit of the run, with the number that shows it.
     pub verdict: String,
     /// The numbers that the verdict is based on.
     pub why: String,
-    /// What to try next.
+    /// The next thing to try.
     pub next: String,
 }
 
@@ -38,9 +38,9 @@ struct Times {
     rank: u64,
     host: String,
     step: f64,
-    /// What a step waits for data; `None` if the rank does not measure it.
+    /// The time that a step waits for data; `None` if the rank does not measure it.
     data: Option<f64>,
-    /// What a step waits for the reduction; `None` if the rank does not measure it.
+    /// The time that a step waits for the reduction; `None` if the rank does not measure it.
     reduce: Option<f64>,
 }
 
@@ -105,7 +105,7 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
         next: if is_plain(record) {
             output(reason, files)
         } else {
-            "fit with the same run_id goes on from the last checkpoint; on_failure=\"restart\" does so by itself"
+            "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" does so by itself"
                 .to_owned()
         },
     }
@@ -199,7 +199,7 @@ fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Time
     Some((ranks.get(at)?, most, median))
 }
 
-/// What takes most of a step on average.
+/// The largest part of a step on average.
 fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
     let step = mean(ranks, |rank| Some(rank.step)).unwrap_or_default();
     let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());

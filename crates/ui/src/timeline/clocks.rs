@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How far the clocks of hosts are apart, measured by the operations themselves.
+//! The differences between the clocks of hosts, measured by the operations themselves.
 //!
 //! No rank has the result of an operation before every rank has asked for it. If `c` is what must be added to the clock
 //! of host `h` to have that of the reference host `r`, each operation gives two bounds:
@@ -23,7 +23,7 @@ use super::Operations;
 /// Microseconds that share an interval.
 const WINDOW: i64 = 60_000_000;
 
-/// What is added to the clock of a host from some moment on.
+/// The correction of a host's clock from some moment on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
     /// By the host's own clock.
@@ -39,7 +39,7 @@ pub(super) struct Clocks {
     reference: String,
 }
 
-/// What the operations of a window say.
+/// The bounds from the operations of a window.
 struct Bounds {
     low: i64,
     high: i64,
@@ -94,7 +94,7 @@ impl Clocks {
         time + shift
     }
 
-    /// What was added at first, and the largest error of it, in microseconds; `None` if nothing was measured.
+    /// The first correction and its largest error, in microseconds; `None` if nothing was measured.
     pub(super) fn shift(&self, rank: u32) -> Option<(f64, f64)> {
         if self.host_of.get(&rank)? == &self.reference {
             return Some((0.0, 0.0));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which rank the others wait for.
+//! Finds the rank that the others wait for.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub(super) struct Wait {
     pub(super) tensor: String,
 }
 
-/// What arrivals say.
+/// The result from arrivals.
 #[derive(Default)]
 pub(super) struct Lateness {
     pub(super) ranks: BTreeMap<u32, Arrivals>,
@@ -45,7 +45,7 @@ pub(super) struct Lateness {
 }
 
 impl Lateness {
-    /// Of the operations that began at `known` or later, in a job of `ranks` ranks.
+    /// The result of operations that began at `known` or later, in a job of `ranks` ranks.
     pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64, ranks: usize) -> Self {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();

@@ -49,7 +49,7 @@ type Operation = (String, u64);
 /// The parts of ranks in operations.
 type Operations = HashMap<Operation, Vec<Part>>;
 
-/// What follows the name of a rank's file in the name of the one with what came before it, where files are bounded.
+/// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
 const OLD: &str = ".old";
 
 /// Merges timelines into one trace.
@@ -67,7 +67,7 @@ pub fn merge(inputs: &[PathBuf], output: &Path) -> Result<Summary> {
     merge_traces(traces, output, Broken::Fails)
 }
 
-/// What a trace does that cannot be read to its end.
+/// The treatment of a trace that cannot be read to its end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Broken {
     /// Merging fails.

@@ -22,7 +22,7 @@ pub const KIND: &str = "timeline";
 /// the ranks write.
 const MOST: u64 = 4 << 30;
 
-/// What comes before a piece's bytes, on a line.
+/// The header of a piece, on a line before its bytes.
 #[derive(Deserialize)]
 struct Head {
     offset: u64,
@@ -45,7 +45,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// None yet.
+    /// Creates an empty collection.
     ///
     /// # Errors
     /// `Timeline` if there is no room for a folder.

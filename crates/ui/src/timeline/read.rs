@@ -38,7 +38,7 @@ pub(super) struct Record<'a> {
     pub(super) args: Option<&'a RawValue>,
 }
 
-/// What a first record says.
+/// The content of a first record.
 #[derive(Deserialize)]
 struct Title {
     #[serde(rename = "start_time_since_epoch_in_micros")]
@@ -72,7 +72,7 @@ pub(super) struct Trace {
     pub(super) host: String,
     /// Time of its clock at its time 0, in microseconds since the epoch.
     pub(super) start: i64,
-    /// What happened before, by its time, is in no file: it was given up to keep the file small.
+    /// The time before which no event is in a file, because it was dropped to keep the file small.
     pub(super) since: i64,
     /// Number of ranks; 0 where the file does not say.
     pub(super) size: u32,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a merged timeline says in numbers.
+//! The summary of a merged timeline in numbers.
 
 use std::collections::HashSet;
 
@@ -44,7 +44,7 @@ pub struct Straggler {
     pub share: f64,
 }
 
-/// What [`merge`](super::merge) returns.
+/// The result of [`merge`](super::merge).
 #[derive(Clone, Debug, Serialize)]
 pub struct Summary {
     /// By rank.

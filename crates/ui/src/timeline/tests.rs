@@ -30,7 +30,7 @@ fn done(rank: u32, step: i64) -> i64 {
     asks(2, step) + 300 + 10 * i64::from(rank)
 }
 
-/// What a rank of such a job writes.
+/// The file of a rank of such a job.
 fn file(rank: u32) -> String {
     let ahead = if host(rank) == "a-1" { 0 } else { AHEAD };
     // Ranks start at different times.
@@ -233,7 +233,7 @@ fn a_bounded_timeline_in_two_files_is_as_one_in_a_whole() {
 }
 
 #[test]
-fn nobody_is_late_to_what_some_rank_has_given_up() {
+fn operations_that_a_rank_dropped_do_not_count_for_lateness() {
     let folder = job(&[0, 1, 2, 3]);
     // Rank 3 has given up the first half of its steps.
     let path = folder.path().join("3.json");
@@ -296,7 +296,7 @@ fn a_rank_that_only_its_process_set_waits_for_is_no_straggler() {
 }
 
 #[test]
-fn nobody_is_waited_for_by_all_where_the_part_of_a_rank_is_missing() {
+fn no_rank_is_late_if_a_rank_has_no_timeline() {
     let folder = job(&[0, 1, 2, 3]);
     let path = folder.path().join("3.json");
     let text = std::fs::read_to_string(&path).unwrap();

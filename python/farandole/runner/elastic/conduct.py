@@ -50,7 +50,7 @@ class Workers(Protocol):
         """Starts the first workers, and returns at once."""
 
     def end(self) -> None:
-        """Starts nothing any more, and ends what still waits or runs."""
+        """Starts no more workers, and ends those that wait or run."""
 
 
 class Departures(Protocol):
@@ -81,7 +81,7 @@ def conduct(
         crew: What starts workers.
         output: Where lines go.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
-        departures: Tells workers whose hosts are about to go, where somebody can know.
+        departures: Names workers whose hosts are about to leave, if that can be known.
         watcher: Is told what happens.
         ends_on_error: Whether the job ends when the function raises on one rank, and not only when it does on all of
             a world. An error of the network, such as a lost peer, is no such exception.

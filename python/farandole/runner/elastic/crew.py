@@ -55,7 +55,7 @@ class Crew(ABC):
             thread.start()
 
     def end(self) -> None:
-        """Starts nothing any more, and ends what still waits or runs."""
+        """Starts no more workers, and ends those that wait or run."""
         self._over.set()
         deadline = time.monotonic() + _END_WITHIN
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:

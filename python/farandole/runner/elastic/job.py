@@ -65,7 +65,7 @@ class Elastic:
         return self.discovery is not None or self.min_num_proc is not None
 
     def check(self, **hosts: object) -> None:
-        """Refuses what contradicts itself.
+        """Refuses settings that contradict each other.
 
         Args:
             **hosts: Hosts that were named, by argument.
@@ -253,7 +253,7 @@ class _Conduct:
         """
         first = outcomes[0]
         if first.aborted and first.exit_code is None and first.signal is None:
-            # Nobody failed by itself: there were too few workers, or too many changes.
+            # No worker failed by itself: there were too few workers, or too many changes.
             raise FarandoleJobError(first.reason or "the job was ended")
         endings = [
             Ending.of(task, self._hosts[one.rank] if one.rank is not None and one.rank < len(self._hosts) else "", one)
@@ -263,7 +263,7 @@ class _Conduct:
 
 
 def _described(generation: int, workers: set[int], before: set[int]) -> str:
-    """What a user is told of a new world. State that only workers had is lost with the last of them.
+    """Describes a new world for the user. State that only workers had is lost with the last of them.
 
     Args:
         generation: Which world it is, from 1.

@@ -99,7 +99,7 @@ class Training(Watcher):
             self._ask = ask
 
     def variables(self) -> dict[str, str | None]:
-        """What workers are told so that they say of themselves what is shown."""
+        """Returns variables that make workers report their progress."""
         return {TOLD: "1"} if self._all else {}
 
     def tagged(self, tag: str, size: int) -> None:
@@ -293,7 +293,7 @@ def telling(
 
 
 def current() -> Training:
-    """The run that is in progress in this context; one that tells nobody where there is none."""
+    """The run that is in progress in this context; without one, a run that reports nothing."""
     return _CURRENT.get() or SILENT
 
 
@@ -317,4 +317,4 @@ def _now() -> int:
 
 
 SILENT: Final = Training(None)
-"""For where nobody is told."""
+"""For a job that reports nothing."""

@@ -106,7 +106,7 @@ def watched(
 
 
 class Watch:
-    """What `farandole run --ui` tells the run viewer of its job. Its methods never raise because of what they are told.
+    """Reports a job of `farandole run --ui` to the run viewer. Its methods never raise because of their arguments.
 
     Attributes:
         folder: The directory for what ranks print; `None` where the store is not of this host.
@@ -124,7 +124,7 @@ class Watch:
         self._training = current()
 
     def world(self, generation: int, places: list[tuple[int, str]]) -> None:
-        """Who takes part.
+        """Reports the members of a world.
 
         Args:
             generation: Which world of an elastic job it is.

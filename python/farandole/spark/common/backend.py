@@ -38,7 +38,7 @@ _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_G
 
 
 def default_num_proc() -> int:
-    """The number of processes where nobody says one: what the active Spark context calls its default parallelism.
+    """The default number of processes: the default parallelism of the active Spark context.
 
     Raises:
         ValueError: There is no active context.
@@ -105,7 +105,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises what `farandole.spark.run` raises."""
+        """As `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
             taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
@@ -153,6 +153,6 @@ class SparkBackend(Backend):
     def through(self, store: Store) -> Backend:
         """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
-            return self  # somebody else's class may keep something of its own, which a copy would not
+            return self  # another class may have attributes of its own, which a copy would lack
         more: dict[str, Any] = {**self._bounds, **self._kwargs, "store": store}
         return SparkBackend(self._num_proc, self._env, pass_env=self._pass_env, **more)

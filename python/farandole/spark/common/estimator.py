@@ -24,7 +24,7 @@ from pyspark.ml import Estimator
 
 from farandole.data.columns import Roles, check_present
 from farandole.data.learning import WORDS, Wish
-from farandole.data.sides import split_of
+from farandole.data.splits import split_of
 from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import recorded
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.data.sides import Split
+    from farandole.data.splits import Split
     from farandole.runner.backend import Backend
     from farandole.spark.common.data.existing import Paths
     from farandole.spark.common.runs.fingerprint import Part
@@ -96,7 +96,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         dataset: DataFrame,
         paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803 - as above
     ) -> Iterator[tuple[int, Any]]:
-        """Fits a model with each map of parameters; Spark's tuners call this, and threads share what it returns.
+        """Fits a model with each map of parameters; Spark's tuners call this, and threads share the result.
 
         The rows are prepared once for all maps that need the same columns. Each fit waits until there are slots for
         all of its processes.
@@ -203,9 +203,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
 
     def _fit_frame(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow dataset."""
-        from farandole.data.frames import is_frame
+        from farandole.data.inputs.frames import is_frame
+        from farandole.data.inputs.sources import open_source
         from farandole.data.prepare import prepare, spec_of
-        from farandole.data.sources import open_source
 
         if not is_frame(dataset):
             kind = type(dataset)
@@ -233,7 +233,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         self._check()
         backend, store = self._backend(), self._store()
         where = given or Existing.in_store(store, dataset_idx)
-        with in_use(where):  # before the data is opened: nobody deletes it in between
+        with in_use(where):  # before the data is opened, so that it is not deleted in between
             found = find_data(store, self._roles(), dataset_idx, where)
             if store.saving_runs():
                 store.check_writable()
@@ -375,7 +375,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         Args:
             job: the run.
             fingerprint: of the fit.
-            shown: gets what there is to say.
+            shown: gets the messages.
 
         Raises:
             RunInUseError: another fit trains the same run.
@@ -408,7 +408,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         return Wish.of(self.getCategories(), self.getFill(), self.getLabelCols(), self._split(), self.getRagged())
 
     def _split(self) -> Split | None:
-        """How validation rows are chosen, if not by rows alone."""
+        """Returns the rule that chooses the validation rows, if it needs more than each row alone."""
         columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
         return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
 

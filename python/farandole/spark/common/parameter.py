@@ -55,7 +55,7 @@ class Parameter(Param[T]):
 
     @property
     def told(self) -> str:
-        """What it means, and its default if there is one."""
+        """The parameter's documentation, with its default if there is one."""
         return self.doc if self.default is None else f"{self.doc} Default: `{self.default!r}`."
 
     if TYPE_CHECKING:

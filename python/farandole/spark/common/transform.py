@@ -33,7 +33,7 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Transformation:
-    """A user's function, and what it says of the columns it makes."""
+    """A user's function, and its declaration of the columns that it makes."""
 
     function: Callable[..., Any]
     edits: Sequence[tuple[str, str, tuple[int, ...], bool]] = ()

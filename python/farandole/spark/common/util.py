@@ -89,7 +89,7 @@ def prepare_data(
         allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
-        The number of the data set; nobody writes over it inside the context.
+        The number of the data set, which is not overwritten inside the context.
 
     Raises:
         ValueError: a column is missing or of no use, or a number is out of range.
@@ -122,7 +122,7 @@ def prepare_data(
 
 
 def get_dataset_properties(dataset_idx: int | None) -> tuple[int, int, dict[str, Any], float]:
-    """What `get_simple_meta_from_parquet` says of a data set that this process prepared.
+    """Returns the same as `get_simple_meta_from_parquet`, for a data set that this process prepared.
 
     Args:
         dataset_idx: as `prepare_data` yielded it.
@@ -193,7 +193,7 @@ def clear_training_cache() -> None:
 
 
 def check_validation(validation: Any, df: DataFrame | None = None) -> None:
-    """Refuses what is no validation.
+    """Refuses an invalid `validation`.
 
     Args:
         validation: a share of rows, the name of a column, or `None`.

@@ -25,7 +25,7 @@ def backend(name: str, value: Any) -> Any:
 
 
 def compression(name: str, value: Any) -> Any:
-    """One of `Compression`, or a compressor that keeps what it has left out."""
+    """One of `Compression`, or a compressor with a residual."""
     wanted = ("compress", "decompress"), ("rounds", "reduce")
     if not any(all(callable(getattr(value, method, None)) for method in methods) for methods in wanted):
         raise TypeError(f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}")

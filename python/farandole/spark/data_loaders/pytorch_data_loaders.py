@@ -74,7 +74,7 @@ class PytorchDataLoader(BaseDataLoader):
         self.verbose = verbose
 
     def __len__(self) -> int:
-        """Batches of an epoch, 0 when nobody said."""
+        """Batches of an epoch, 0 if not given."""
         return max(self.limit_step_per_epoch, 0)
 
     def _tell(self) -> None:

@@ -91,11 +91,11 @@ class SparkAgents(Agents):
         self._cluster.cancel(self.tag)
 
     def news(self) -> list[Any]:
-        """What the gang's host has written down, where the gang meets among itself."""
+        """Returns the events that the gang's host has written, if the gang meets at an executor."""
         return list(self._tail.events()) if self._tail is not None else []
 
     def meets_elsewhere(self) -> bool:
-        """Whether the tasks may be at work though the driver has not heard of them."""
+        """Whether tasks may already run although the driver has no sign of them."""
         return self._meeting is not None and self._short_of is None and self._running
 
     def gave_up(self) -> bool:
@@ -103,11 +103,11 @@ class SparkAgents(Agents):
         return self._cluster.has_ended_tasks(self.tag)
 
     def short_of(self) -> str | None:
-        """How many slots are missing, once Spark has refused the job for them."""
+        """The number of missing slots, after Spark has refused the job because of them."""
         return self._short_of
 
     def endings(self) -> list[Ending]:
-        """How every task ended.
+        """Returns how each task ended.
 
         Raises:
             FarandoleJobError: Spark did not run the tasks to their end.
@@ -151,7 +151,7 @@ class SparkAgents(Agents):
                     f", Spark has {has}" if has else ""
                 )
                 self._output.say(f"{self._short_of}; trying again")
-                # Whoever waits for the gang keeps the time, and cancels.
+                # The thread that waits for the gang watches the deadline and cancels.
                 if self._cancelled.wait(_RETRY_EVERY):
                     raise
                 # A plan keeps what became of its stages: collected again, it would fail again without a look at Spark.

@@ -50,7 +50,7 @@ class Meeting:
 
 
 class Host:
-    """The first task's part while the gang meets there: keeps the registrar, and writes down what happens."""
+    """The first task's part while the gang meets there: keeps the registrar, and writes its events to the store."""
 
     def __init__(self, registrar: Registrar, meeting: Meeting) -> None:
         self._registrar = registrar
@@ -98,7 +98,7 @@ class Host:
 
 
 class Tail:
-    """The driver's part: what the host has written down since the last look."""
+    """The driver's part: reads the new records of the host."""
 
     def __init__(self, spill: Spill) -> None:
         self._spill = spill

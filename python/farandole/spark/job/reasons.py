@@ -77,7 +77,7 @@ class Word:
         executor = self._told.executor_of(error.rank)
         if self._shim is None or error.exception_type is not None or executor is None:
             return
-        # Who has left by itself has an executor that continues, most likely.
+        # If a worker has ended by itself, its executor most likely continues.
         deadline = time.monotonic() + (_WITHIN if error.exit_code is None else 0.0)
         while True:
             self._next = 0.0

@@ -27,13 +27,13 @@ _SIZES = (
     ("spark.executor.cores", "0"),
     ("spark.task.cpus", "1"),
 )
-"""What bounds the slots of dynamic allocation, and what holds where it is not set."""
+"""Settings that limit the slots of dynamic allocation, with Spark's defaults."""
 NO_SESSION = "Could not find an active SparkContext, are you running in a PySpark session?"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Spark session and what differs between classic Spark and Spark Connect.
+    """A Spark session, with the differences between classic Spark and Spark Connect.
 
     Attributes:
         session: The session.
@@ -159,7 +159,7 @@ class Cluster:
         return rows
 
     def has_ended_tasks(self, tag: str) -> bool:
-        """Whether a task of the running jobs of a tag has come to its end; never where nobody can tell."""
+        """Whether a task of the tag's running jobs has ended; `False` if that is unknown."""
         if self.context is None:
             return False
         try:
@@ -171,7 +171,7 @@ class Cluster:
             return False
 
     def slots(self) -> int | None:
-        """Tasks that this application could run at once if it ran nothing else; `None` where nobody can tell."""
+        """Tasks that this application could run at once if it ran nothing else; `None` if unknown."""
         if self.context is None:
             return None
         try:
@@ -182,11 +182,11 @@ class Cluster:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether executors come and go with the load: Spark runs no barrier stage then."""
+        """Whether dynamic allocation is on. Spark then runs no barrier stage."""
         return not self.is_local and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
 
     def check(self, size: int) -> None:
-        """Refuses what cannot work, before anything is started.
+        """Refuses settings that cannot work, before the job starts.
 
         Raises:
             ValueError: More tasks than there can be slots, or speculation in a gang without a barrier.
@@ -216,7 +216,7 @@ class Cluster:
             )
 
     def most_slots(self) -> int | None:
-        """Slots that dynamic allocation gives at most; `None` where nothing bounds them, or nobody can tell."""
+        """Slots that dynamic allocation gives at most; `None` if unlimited or unknown."""
         try:
             most, cores, cpus = (int(self.conf(key, default)) for key, default in _SIZES)
         except ValueError:
@@ -245,7 +245,7 @@ class Cluster:
             return default
 
     def explain(self, error: BaseException) -> str | None:
-        """What a failed job means in words of its user; `None` when Spark's own words are as good."""
+        """Explains a failed job to its user; `None` if Spark's own message is as good."""
         text = str(error)
         for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
             if f"No module named '{module}'" in text:
@@ -278,7 +278,7 @@ class Cluster:
 
 
 def headline(error: BaseException, limit: int = 20) -> str:
-    """What Spark says before it goes on about the JVM's stack."""
+    """Returns Spark's message without the JVM's stack."""
     text = str(error).partition("JVM stacktrace:")[0].partition("Driver stacktrace:")[0]
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(("\tat ", "An error occurred"))]
     return "\n".join(lines[:limit]).removeprefix(": ")

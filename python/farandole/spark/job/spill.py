@@ -84,7 +84,7 @@ class Spill:
         return Stored(name, len(data))
 
     def take(self, stored: Stored) -> bytes:
-        """Reads what `put` has written.
+        """Reads the data that `put` has written.
 
         Raises:
             ValueError: The file is not what was written.
@@ -133,7 +133,7 @@ class Spill:
 
 
 def sweep(runs_path: str) -> None:
-    """Deletes what jobs left whose drivers were killed: a driver that lives has a mark in its job's directory.
+    """Deletes files of jobs with killed drivers. A living driver has a mark in its job's directory.
 
     What has no mark at all, as of versions that left none, goes when it is a week old.
 

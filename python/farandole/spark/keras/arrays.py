@@ -116,7 +116,7 @@ def _stated(dtype: str) -> str:
 
 
 def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> dict[str, str | None]:
-    """The columns to read, and what the reader casts them to, if that is anything it can.
+    """The columns to read, with the types that the reader can cast them to.
 
     Args:
         shape: of the model.
@@ -239,7 +239,7 @@ def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None
         stated: shape as the user set it.
     """
     like_output = column.size == math.prod(output)
-    # What is compared element by element is a number; indices of classes stay integers.
+    # Labels that are compared element by element are numbers; class indices stay integers.
     dtype = "int64" if column.dtype in _INTEGERS and not like_output else "float32"
     if stated is not None:
         return Label(column, dtype, (-1, *row_shape(stated, column.size)))
@@ -258,7 +258,7 @@ def told_misfit(shape: Shape, error: Exception) -> str:
 
 
 def told_mapping(shape: Shape, labels: Sequence[Label], outputs: Sequence[Sequence[int]]) -> str:
-    """How columns go into the model and come out of it, for the user to see.
+    """Describes for the user how columns become inputs of the model and its outputs become columns.
 
     Args:
         shape: of the model.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import flat_outputs, label_of, output_keys, told_misfit, zeros
 from farandole.spark.keras.job import Shape
-from farandole.spark.keras.objects import custom_objects
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving.objects import custom_objects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,15 +20,16 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.trackers import trackers_of
 from farandole.spark.common.runs.tracking import Example
-from farandole.spark.keras import compiled, payload
+from farandole.spark.keras import compiled
 from farandole.spark.keras.arrays import check_padded, flat_outputs, inputs_of, model_inputs, told_mapping
 from farandole.spark.keras.job import Job, Objects, Shape
 from farandole.spark.keras.model import KerasModel
-from farandole.spark.keras.objects import dumps, travelling
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.parts import parts_of
-from farandole.spark.keras.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 from farandole.spark.keras.remote import train
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving.objects import dumps, travelling
+from farandole.spark.keras.saving.persistence import KerasEstimatorParamsReader, KerasEstimatorParamsWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ class KerasEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> KerasEstimatorParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
+        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         return KerasEstimatorParamsWriter(cast("Any", self))
 
 
@@ -118,7 +119,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return KerasModel
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Shapes of the model's inputs and of its outputs, with -1 for what is not known."""
+        """Shapes of the model's inputs and outputs, with -1 for unknown sizes."""
         model = self.getModel()
         inputs, outputs = (
             [[-1 if size is None else int(size) for size in one.shape] for one in side]

@@ -43,7 +43,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a model takes its inputs and gives its outputs."""
+    """The inputs and outputs of a model."""
 
     inputs: tuple[Input, ...]
     input_keys: tuple[str, ...] | None

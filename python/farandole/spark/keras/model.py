@@ -21,10 +21,10 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.job.ahead import sent
-from farandole.spark.keras import payload
 from farandole.spark.keras.arrays import argument, input_keys
-from farandole.spark.keras.objects import custom_objects
 from farandole.spark.keras.predict import Predictor, call
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving.objects import custom_objects
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from farandole.runner.show.history import Entry
-    from farandole.spark.keras.persistence import KerasModelReader, KerasModelWriter
+    from farandole.spark.keras.saving.persistence import KerasModelReader, KerasModelWriter
 
 _PLAIN = {"bfloat16": "float16"}
 """Types of the same size, for those that NumPy has not."""
@@ -83,15 +83,15 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         return entries(self.getHistory() or {})
 
     def write(self) -> KerasModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there."""
-        from farandole.spark.keras.persistence import KerasModelWriter
+        """The writer; `write().overwrite().save(path)` replaces the old directory."""
+        from farandole.spark.keras.saving.persistence import KerasModelWriter
 
         return KerasModelWriter(self)
 
     @classmethod
     def read(cls) -> KerasModelReader:
         """The reader; `read().custom_objects({...}).load(path)` runs none of the saved code."""
-        from farandole.spark.keras.persistence import KerasModelReader
+        from farandole.spark.keras.saving.persistence import KerasModelReader
 
         return KerasModelReader(cls)
 
@@ -122,7 +122,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             TimeoutError: the export takes more than an hour.
         """
         from farandole.spark.common.model.onnx import exportable, some_rows
-        from farandole.spark.keras.onnx import export
+        from farandole.spark.keras.saving.onnx import export
 
         known = exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
         model, labels, backend = self.getModel(), self.getLabelColumns(), keras.backend.backend()

@@ -13,7 +13,7 @@ import numpy as np
 from farandole.spark.common.runs.digests import arrays, class_name, digest, short
 from farandole.spark.common.runs.fingerprint import INITIAL, Part
 from farandole.spark.keras.compiled import compile_arguments
-from farandole.spark.keras.objects import trained_objects
+from farandole.spark.keras.saving.objects import trained_objects
 
 _ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module", "registered_name", "shared_object_id"})
 

@@ -58,7 +58,7 @@ class Predictor:
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same, knowing what its predictions become.
+        """The same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
@@ -85,7 +85,7 @@ class Predictor:
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """How many elements each output has: one row per output, when there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to try.
 
         Args:
             batches: with the feature columns.
@@ -101,7 +101,7 @@ class Predictor:
 
     @cached_property
     def _content(self) -> str:
-        """What tells the model from others; found out once in a task."""
+        """The identity of the model, computed once in a task."""
         return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
 
     def _load(self) -> Any:
@@ -110,7 +110,7 @@ class Predictor:
             _prepare(self.backend)
             import cloudpickle
 
-            from farandole.spark.keras import payload
+            from farandole.spark.keras.saving import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
@@ -165,7 +165,7 @@ class Predictor:
         return Shape(*inputs_of(model, self.groups, columns), None)
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """What the model returns of some rows, (rows, elements) per output.
+        """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
             batch: whose columns go by number.
@@ -218,7 +218,7 @@ def _numbers(output: Any) -> npt.NDArray[Any]:
 
 
 def _prepare(backend: str) -> None:
-    """Chooses what Keras takes from the environment, where nobody has loaded it."""
+    """Chooses the backend for Keras's environment, if Keras is not loaded yet."""
     if "keras" in sys.modules:
         return
     os.environ["KERAS_BACKEND"] = backend
@@ -230,7 +230,7 @@ def _prepare(backend: str) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)  # there is one task per core
     elif backend == "torch":
         os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
-        from farandole.spark.torch import compiler
+        from farandole.spark.torch.training import compiler
 
         compiler.defer()
     elif backend == "jax":

@@ -36,7 +36,7 @@ def train(job: Job) -> Trained | None:
     basics.init()
     try:
         prepare_devices(os.environ.get("KERAS_BACKEND", "tensorflow"), job.use_gpu)
-        from farandole.spark.keras.trainer import Trainer
+        from farandole.spark.keras.training.trainer import Trainer
 
         return Trainer(job).run()
     finally:
@@ -74,7 +74,7 @@ def _tensorflow(wanted: bool) -> None:
 def _torch(wanted: bool) -> None:
     import torch
 
-    from farandole.spark.torch import compiler
+    from farandole.spark.torch.training import compiler
 
     compiler.defer()  # Keras imports it, and calls it where a model was compiled with jit_compile=True
     if "OMP_NUM_THREADS" not in os.environ:
@@ -102,7 +102,7 @@ def _jax(wanted: bool) -> None:
 def _chosen(count: int) -> int | None:
     """Number of this process's GPU among those it sees, where every process sees one."""
     if is_elastic():
-        # Each for itself: a process that joins later finds nobody who asks the same.
+        # Each process for itself: one that joins later has no peer that calls the same.
         choice = task.device(count, basics.local_rank(), basics.local_size())
         return None if choice is None else choice.index
     ranks = int(arrays.allreduce(np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus")[0])

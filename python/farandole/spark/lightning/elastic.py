@@ -23,7 +23,7 @@ EVERY = 10
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run has come, the same on every rank.
+    """The progress of a run, the same on every rank.
 
     Attributes:
         begun: whether the run has its first state: a fresh one, or that of a checkpoint.
@@ -74,7 +74,7 @@ class RunState(LightningState):
             )
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Not where nobody could continue in the middle of an epoch."""
+        """Not if an epoch cannot be continued in the middle."""
         return self._loader is not None and super().is_due(trainer, batches)
 
     def has_ended(self, trainer: Any) -> None:

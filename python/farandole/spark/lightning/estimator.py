@@ -27,11 +27,12 @@ from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook, train
 from farandole.spark.lightning.wrapped import wrap
-from farandole.spark.torch import mapping, payload
+from farandole.spark.torch import mapping
+from farandole.spark.torch.columns.losses import constructed, form_of
+from farandole.spark.torch.columns.tensors import inputs_of
 from farandole.spark.torch.job import Job, Label, Loop
-from farandole.spark.torch.losses import constructed, form_of
 from farandole.spark.torch.parts import parts_of
-from farandole.spark.torch.tensors import inputs_of
+from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
@@ -53,8 +54,8 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
-        from farandole.spark.torch.persistence import TorchParamsWriter
+        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
 
@@ -65,7 +66,7 @@ class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
     @classmethod
     def read(cls) -> ParamsReader[Any]:
         """The reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.torch.persistence import TorchParamsReader
+        from farandole.spark.torch.saving.persistence import TorchParamsReader
 
         return TorchParamsReader(cls)
 
@@ -241,6 +242,7 @@ class LightningEstimator(
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
+            allow_pickle=self.getAllowPickle(),
         )
         sizes = None
         if package is None:
@@ -274,7 +276,7 @@ TorchEstimator = LightningEstimator
 
 def __getattr__(name: str) -> object:
     """Horovod's names of what saves estimators."""
-    from farandole.spark.torch import persistence
+    from farandole.spark.torch.saving import persistence
 
     names = {
         "TorchEstimatorParamsReader": persistence.TorchParamsReader,

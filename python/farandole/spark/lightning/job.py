@@ -23,6 +23,8 @@ class LightningJob:
     """Whether batches are dicts by column, as a user's module takes them."""
     log_every: int
     gpus: int | None
+    allow_pickle: bool | None
+    """Whether the user allows the code in a checkpoint; `None` asks the variable."""
 
     @property
     def run_id(self) -> str:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.common.data.source import Place
-from farandole.spark.torch.tensors import check_inputs, input_tensor, label_tensor
+from farandole.spark.torch.columns.tensors import check_inputs, input_tensor, label_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.spark.torch.job import Job
-    from farandole.spark.torch.setup import Batched
+    from farandole.spark.torch.training.setup import Batched
 
 
 class Loader:
@@ -46,7 +46,7 @@ class Loader:
         return self._until_end() - self._place.steps
 
     def place_after(self, epoch: int, steps: int) -> Place:
-        """How far all processes have come.
+        """Returns the position of all processes.
 
         Args:
             epoch: that is in progress.

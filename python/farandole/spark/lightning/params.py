@@ -64,6 +64,13 @@ class LightningParams(TorchParams):
     )
     val_async_data_loader_queue_size: Parameter[float] = Parameter("The same for validation.", _queue, default=None)
 
+    allow_pickle: Parameter[bool] = Parameter(
+        "Whether a run that continues may run the code that its checkpoint contains. If it is not set, the variable "
+        "`FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is not saved with the estimator.",
+        check.flag,
+        default=None,
+    )
+
     setNumGpus, getNumGpus = accessors("num_gpus")
     setNumGPUs, getNumGPUs = setNumGpus, getNumGpus  # Horovod's spelling
     setLogger, getLogger = accessors("logger")
@@ -73,4 +80,5 @@ class LightningParams(TorchParams):
     setTrainerArgs, getTrainerArgs = accessors("trainer_args")
     setDebugDataLoader, getDebugDataLoader = accessors("debug_data_loader")
     setTrainAsyncDataLoaderQueueSize, getTrainAsyncDataLoaderQueueSize = accessors("train_async_data_loader_queue_size")
+    setAllowPickle, getAllowPickle = accessors("allow_pickle")
     setValAsyncDataLoaderQueueSize, getValAsyncDataLoaderQueueSize = accessors("val_async_data_loader_queue_size")

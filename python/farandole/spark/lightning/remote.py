@@ -25,10 +25,10 @@ from farandole.spark.common.runs.halting import Halt
 from farandole.spark.lightning.elastic import Reached, RunState
 from farandole.spark.lightning.loader import Loader
 from farandole.spark.lightning.watch import Watch
-from farandole.spark.torch import payload
 from farandole.spark.torch.job import Trained
-from farandole.spark.torch.setup import agree_on_device, device_of, module_steps, prepare_process, sources
-from farandole.stores.consent import VARIABLE, PickleNotAllowedError, given
+from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.setup import agree_on_device, device_of, module_steps, prepare_process, sources
+from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, decision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def train(job: LightningJob) -> Trained | None:
     Returns:
         What rank 0 brings back; `None` from the others.
     """
-    # What is logged is averaged here, whether the module synchronizes it or not; the directory holds logs, too.
+    # Logged values are averaged here, with or without sync_dist. The checkpoint directory contains logs, too.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.*")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
@@ -109,11 +109,11 @@ def _train_in_world(
             data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
     if state is None:
-        trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+        trainer.fit(module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(job, trainer))
     else:
         state.reached = replace(reached, begun=True, history=history)
         state.begin(loader, watch)
-        state.fit(trainer, module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(trainer))
+        state.fit(trainer, module, **data, ckpt_path=None if resume is None else str(resume), **_trusting(job, trainer))
     if hvd.rank() != 0:
         return None
     return Trained(payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history)
@@ -189,23 +189,25 @@ def _redirect(logger: Any, directory: Path) -> None:
             setattr(logger, name, str(directory))
 
 
-def _trusting(trainer: Any) -> dict[str, Any]:
+def _trusting(job: LightningJob, trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
     # What holds code was refused before: see `_checked`.
-    return {"weights_only": not given()} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    takes = "weights_only" in inspect.signature(trainer.fit).parameters
+    return {"weights_only": not decision(job.allow_pickle)} if takes else {}
 
 
 def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
     """The checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
-    if given():
+    if decision(job.allow_pickle):
         return payload.unpack(found)
     try:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
             f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain values: loading it runs "
-            f"code. If you trust {job.base.store.run_path}, set {VARIABLE}=1, else choose another run_id: {error}"
+            f"code. If you trust {job.base.store.run_path}, set {PARAMETER}=True or {VARIABLE}=1, else choose another "
+            f"run_id: {error}"
         ) from error
 
 

@@ -21,7 +21,7 @@ from farandole.spark import task
 from farandole.spark.common.runs.finite import check
 from farandole.spark.common.show.events import scalars
 from farandole.spark.common.show.meter import Meter
-from farandole.stores.consent import given
+from farandole.stores.consent import decision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ class Watch:
         return type("FarandoleWatch", (_Moments, base), {"__module__": __name__})(self)
 
     def epoch_begins(self) -> None:
-        """Forgets what was counted."""
+        """Resets the counts."""
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
         self.meter.epoch_begins()
@@ -180,7 +180,7 @@ class Watch:
         self.publish_files()
 
     def publish_files(self) -> None:
-        """Takes what loggers and checkpoint callbacks have written to the store."""
+        """Copies the files of loggers and checkpoint callbacks to the store."""
         if self.rank != 0 or not self.store.saving_runs:
             return
         run = self.scratch / "run"
@@ -205,7 +205,8 @@ class Watch:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not given())["state_dict"]
+            trusted = decision(self.job.allow_pickle)
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)["state_dict"]
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 

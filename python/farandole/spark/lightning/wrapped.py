@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.losses import shaped, weighted
-from farandole.spark.torch.tensors import outputs_of
+from farandole.spark.torch.columns.losses import shaped, weighted
+from farandole.spark.torch.columns.tensors import outputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Steps:
-    """What a plain module lacks to be Lightning's: steps that train it on batches by column."""
+    """The training steps on batches by column that a plain module needs to be a Lightning module."""
 
     model: torch.nn.Module
     log_dict: Any

@@ -34,10 +34,10 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see `compute_service`.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
 
     Raises:
-        PermissionError: When nobody has consented to open ports.
+        PermissionError: The user has not consented to open ports.
         ValueError: When workers cannot be dealt out evenly.
     """
     require_consent(open_to_the_network)

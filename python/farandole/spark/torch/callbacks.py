@@ -102,7 +102,7 @@ class Callbacks:
 
 
 def check(callbacks: Sequence[Any]) -> None:
-    """Refuses what nobody would ever call.
+    """Refuses callbacks that would never be called.
 
     Args:
         callbacks: as users gave them.

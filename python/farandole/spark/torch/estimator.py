@@ -19,14 +19,15 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.signature import signature
 from farandole.spark.common.runs.fingerprint import Part
 from farandole.spark.common.runs.trackers import trackers_of
-from farandole.spark.torch import callbacks, mapping, payload
+from farandole.spark.torch import callbacks, mapping
+from farandole.spark.torch.columns.losses import constructed, form_of, weighted
+from farandole.spark.torch.columns.tensors import inputs_of, told_mapping
 from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
-from farandole.spark.torch.losses import constructed, form_of, weighted
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.parts import parts_of
 from farandole.spark.torch.remote import train
-from farandole.spark.torch.tensors import inputs_of, told_mapping
+from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
@@ -40,8 +41,8 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there, see `places`."""
-        from farandole.spark.torch.persistence import TorchParamsWriter
+        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
 
@@ -52,7 +53,7 @@ class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
     @classmethod
     def read(cls) -> ParamsReader[Any]:
         """The reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.torch.persistence import TorchParamsReader
+        from farandole.spark.torch.saving.persistence import TorchParamsReader
 
         return TorchParamsReader(cls)
 
@@ -207,7 +208,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
 
 def __getattr__(name: str) -> object:
     """Horovod's names of what saves estimators."""
-    from farandole.spark.torch import persistence
+    from farandole.spark.torch.saving import persistence
 
     names = {
         "TorchEstimatorParamsReader": persistence.TorchParamsReader,

@@ -27,7 +27,7 @@ class Label:
     shape: tuple[int, ...] | None
     """Shape of one batch, -1 for its rows; `None`: as the column, or as the output where the sizes agree."""
     indexes: bool = False
-    """Whether its loss takes it for the index of a class."""
+    """Whether the label's loss takes it as the index of a class."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Input:
     """Shape of one batch, -1 for its rows."""
     dtype: str = "float32"
     ragged: bool = False
-    """Whether batches have other lengths than the one in `shape`."""
+    """Whether the length of batches may differ from the one in `shape`."""
     nested: bool = False
-    """Whether a batch is a nested tensor, whose rows have lengths of their own."""
+    """Whether a batch is a nested tensor, with rows of different lengths."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Loop:
-    """How the training loop goes."""
+    """The settings of the training loop."""
 
     epochs: int
     backward_passes: int

@@ -14,11 +14,11 @@ from farandole._native import prepare as native
 from farandole.data.columns import Column, row_shape
 from farandole.spark.common.data.source import sample
 from farandole.spark.common.runs.tracking import Example
-from farandole.spark.torch.batches import told_classes
-from farandole.spark.torch.losses import label_dtype, shaped, takes_indices
-from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.source import tensors_of
-from farandole.spark.torch.tensors import input_tensor, outputs_of, told_misfit
+from farandole.spark.torch.columns.losses import label_dtype, shaped, takes_indices
+from farandole.spark.torch.columns.tensors import input_tensor, outputs_of, told_misfit
+from farandole.spark.torch.training.batches import told_classes
+from farandole.spark.torch.training.scores import Scores
+from farandole.spark.torch.training.source import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ def transformed_columns(
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuses what trains nothing of the model.
+    """Refuses an optimizer without parameters of the model.
 
     Args:
         model: the user's.

@@ -17,8 +17,8 @@ from farandole.spark.common.model.outputs import Output
 from farandole.spark.common.model.outputs import outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.job.ahead import sent
-from farandole.spark.torch import payload
 from farandole.spark.torch.predict import Predictor
+from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
     import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from pyspark.sql import DataFrame
 
-    from farandole.spark.torch.persistence import TorchModelReader, TorchModelWriter
+    from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter
 
 
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
@@ -73,15 +73,15 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     _framework = "torch"
 
     def write(self) -> TorchModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces what is there."""
-        from farandole.spark.torch.persistence import TorchModelWriter
+        """The writer; `write().overwrite().save(path)` replaces the old directory."""
+        from farandole.spark.torch.saving.persistence import TorchModelWriter
 
         return TorchModelWriter(self)
 
     @classmethod
     def read(cls) -> TorchModelReader:
         """The reader; `read().model(module).load(path)` takes the weights alone and runs no code."""
-        from farandole.spark.torch.persistence import TorchModelReader
+        from farandole.spark.torch.saving.persistence import TorchModelReader
 
         return TorchModelReader(cls)
 
@@ -110,7 +110,7 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             ValueError: the model cannot be exported, or the exported one predicts something else.
         """
         from farandole.spark.common.model.onnx import exportable, some_rows
-        from farandole.spark.torch.onnx import export
+        from farandole.spark.torch.saving.onnx import export
 
         known = exportable(self, self.getOutputCols())
         tensors = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows))

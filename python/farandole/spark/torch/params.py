@@ -12,7 +12,7 @@ from farandole.common import check
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
-from farandole.spark.torch.tensors import DTYPES
+from farandole.spark.torch.columns.tensors import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -59,7 +59,7 @@ class Predictor:
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same, knowing what its predictions become.
+        """The same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
@@ -86,7 +86,7 @@ class Predictor:
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, *added])
 
     def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """How many elements each output has: one row per output, when there is a row to try.
+        """Yields the number of elements of each output, one row per output, if there is a row to try.
 
         Args:
             batches: with the feature columns.
@@ -101,14 +101,14 @@ class Predictor:
 
     @cached_property
     def _content(self) -> str:
-        """What tells the model from others; found out once in a task."""
+        """The identity of the model, computed once in a task."""
         return self.model.name if isinstance(self.model, Ahead) else hashlib.sha256(self.model).hexdigest()
 
     def _load(self) -> torch.nn.Module:
         device = self._device()
         key = f"{self._content} {device}"
         if key not in _MODELS:
-            from farandole.spark.torch import payload
+            from farandole.spark.torch.saving import payload
 
             while len(_MODELS) >= _KEPT:
                 _MODELS.pop(next(iter(_MODELS)))
@@ -116,7 +116,7 @@ class Predictor:
         return _MODELS[key]
 
     def _device(self) -> str:
-        """Where this task predicts: on the GPU that Spark gave it, or with `use_gpu` on one that it sees."""
+        """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a visible one."""
         import torch
 
         from farandole.spark.task import choose_device, resources
@@ -163,14 +163,14 @@ class Predictor:
         return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """What the model returns of some rows, (rows, elements) per output.
+        """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
             batch: whose columns go by number.
         """
         import torch
 
-        from farandole.spark.torch.tensors import outputs_of, told_misfit
+        from farandole.spark.torch.columns.tensors import outputs_of, told_misfit
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
@@ -194,8 +194,8 @@ class Predictor:
         import torch
 
         from farandole.data.columns import row_shape
+        from farandole.spark.torch.columns.tensors import input_tensor
         from farandole.spark.torch.job import Input
-        from farandole.spark.torch.tensors import input_tensor
 
         names = self.features[index]
         count = len(columns[names[0]])

@@ -19,21 +19,21 @@ import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.common.data.source import Place
 from farandole.spark.common.runs.halting import Halt
-from farandole.spark.torch import payload
-from farandole.spark.torch.batches import Batches, UserMinibatch
 from farandole.spark.torch.callbacks import Callbacks, TrainingState
-from farandole.spark.torch.checkpoints import Checkpoints
-from farandole.spark.torch.elastic import EVERY, Course, Reached
-from farandole.spark.torch.finite import LossWatch
-from farandole.spark.torch.losses import constructed, share
-from farandole.spark.torch.scores import Scores
-from farandole.spark.torch.setup import agree_on_device, device_of, on_device, prepare_process, sources
-from farandole.spark.torch.steps import Stepper
+from farandole.spark.torch.columns.losses import constructed, share
+from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.batches import Batches, UserMinibatch
+from farandole.spark.torch.training.checkpoints import Checkpoints
+from farandole.spark.torch.training.elastic import EVERY, Course, Reached
+from farandole.spark.torch.training.finite import LossWatch
+from farandole.spark.torch.training.scores import Scores
+from farandole.spark.torch.training.setup import agree_on_device, device_of, on_device, prepare_process, sources
+from farandole.spark.torch.training.steps import Stepper
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.source import Rows
     from farandole.spark.torch.job import Job, Objects, Trained
-    from farandole.spark.torch.setup import Batched
+    from farandole.spark.torch.training.setup import Batched
 
 _REPORT_SECONDS = 0.2
 
@@ -233,7 +233,7 @@ class _Trainer:
         self.course.reaches(**reached(), scores=scores.everywhere())
 
     def _may_commit(self, source: Batched, step: int) -> bool:
-        """Whether this is a step to come back to: one after which no gradients wait, every so often."""
+        """Whether the state may be committed after this step: no gradients wait, and the interval has passed."""
         is_due = self.course.moves and source.keeps_place and step % (self.loop.backward_passes * EVERY) == 0
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
@@ -252,7 +252,7 @@ class _Trainer:
             self.optimizer.zero_grad()
         with self.stepper.meter.phase("forward"), self.stepper.autocast():
             outputs, labels, loss = self.batches.forward(rows, self.model)
-        self._look(rows, loss, step)  # before anybody gets gradients of it
+        self._look(rows, loss, step)  # before any gradient is computed from it
         factor = 1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
         self.stepper.backward(loss * factor)
         if step == last - 1:
@@ -276,7 +276,7 @@ class _Trainer:
         return scores.everywhere()
 
     def _is_over(self) -> bool:
-        """Whether the run ends before its last epoch; every rank comes to the same answer."""
+        """Whether the run ends before its last epoch; the answer is the same on every rank."""
         if self.over is not None or self._has_enough_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):

@@ -8,7 +8,7 @@ A request is one connection. Numbers are 4 bytes, big endian; `HMAC` is HMAC-SHA
     client: length, 32 random bytes, HMAC("request" | both random parts | JSON), JSON
     server: length, HMAC("answer" | HMAC of the request | JSON), JSON
 
-So each side proves that it has the key, and nobody on the path can change a message. Messages are not encrypted,
+So each side proves that it has the key, and a message cannot be changed on its way. Messages are not encrypted,
 because they contain only addresses. Received data is never unpickled. The server answers when the requested event has
 happened, or after a timeout. A client that does not prove the key in time is disconnected, and it is the first to be
 disconnected if all places are taken.
@@ -54,7 +54,7 @@ def addresses_of_this_host() -> list[str]:
 
 
 def _listen() -> tuple[socket.socket, str | None]:
-    """What accepts, where the job's settings allow it; and the address that they name, if they do."""
+    """Returns a listening socket within the job's settings, and the address if they name one."""
     from farandole._native import hosts  # noqa: PLC0415 - clients do without
 
     address, first, last = hosts.listening()
@@ -133,7 +133,7 @@ class MeetingServer:
                 line.close()
 
     def _make_way(self) -> bool:
-        """Puts out who has waited longest for a proof of the key; whether there was anybody."""
+        """Closes the connection that has waited longest for a proof of the key; whether there was one."""
         with self._changed:
             oldest = next(iter(self._unproven), None)
             if oldest is None:
@@ -159,7 +159,7 @@ class MeetingServer:
                 answer = json.dumps(self._result(json.loads(request))).encode()
                 _say(line, _proof(self.key, b"answer", proof, answer) + answer, time.monotonic() + REACH)
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-            # Whoever it was gets no answer, which is one.
+            # An invalid request gets no answer. The caller notices the closed connection.
             return
         finally:
             self._forget(line)
@@ -241,10 +241,10 @@ class MeetingClient:
         self._ask({"call": "shutdown"})
 
     def wait_for_shutdown(self, timeout: float | None = None) -> None:
-        """Waits until somebody calls `shutdown`; for ever without `timeout`, but not longer than the server lives.
+        """Waits for a call of `shutdown`: at most `timeout` seconds if given, and at most until the server ends.
 
         Raises:
-            TimeoutError: When nobody does in time.
+            TimeoutError: There was no call in time.
             ConnectionError: When the server is gone.
         """
         self._wait({"call": "await_shutdown"}, float("inf") if timeout is None else timeout)
@@ -265,7 +265,7 @@ class MeetingClient:
             if not answer.get("waiting"):
                 return answer
             if time.monotonic() >= end:
-                raise TimeoutError(f"the data service waited {timeout:g} s in vain: {request}")
+                raise TimeoutError(f"no result from the data service within {timeout:g} s: {request}")
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._connect() as line:
@@ -279,7 +279,7 @@ class MeetingClient:
                 reason = f"{self._addresses[0]} gave no answer, as to a client with another key: {request}"
                 raise ConnectionError(f"the data service at {reason}") from error
         if not hmac.compare_digest(answer[:_PROOF], _proof(self._key, b"answer", proof, answer[_PROOF:])):
-            raise ConnectionError(f"what answers at {self._addresses[0]} does not have the key of the data service")
+            raise ConnectionError(f"the process at {self._addresses[0]} does not have the key of the data service")
         told = json.loads(answer[_PROOF:])
         if "error" in told:
             raise ValueError(told["error"])
@@ -304,7 +304,7 @@ def _proof(key: bytes, role: bytes, context: bytes, message: bytes) -> bytes:
 
 
 def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
-    """A request of somebody who knows the key, and its proof.
+    """Receives a request whose sender has proved that it knows the key, with this proof.
 
     Raises:
         ValueError: They do not know it.
@@ -315,7 +315,7 @@ def _heard(line: socket.socket, key: bytes) -> tuple[bytes, bytes]:
     said = _whole(line, _RANDOM + _PROOF, until)
     theirs, proof, request = said[:_RANDOM], said[_RANDOM : _RANDOM + _PROOF], said[_RANDOM + _PROOF :]
     if not hmac.compare_digest(proof, _proof(key, b"request", random + theirs, request)):
-        raise ValueError("somebody with another key")
+        raise ValueError("the sender has another key")
     return request, proof
 
 

@@ -4,13 +4,13 @@
 
 Danger: TensorFlow's dispatchers and workers listen on all addresses of their hosts, without password or key. Anybody
 who reaches their ports can run graphs there, which read and write files. TensorFlow has no setting against that. So the
-service starts only with `open_to_the_network=True`, which confirms that nobody else can reach the ports. On the command
+service starts only with `open_to_the_network=True`, which confirms that no one else can reach the ports. On the command
 line this is `--open-to-the-network`, and for code that cannot be changed `FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK=1`.
 
 The meeting point, at which processes find each other, requires a key.
 
 Example:
-    # on hosts with CPUs to spare, in a network in which nobody else reaches them:
+    # on hosts with CPUs to spare, in a network that no one else can reach:
     # farandole run -np 4 python -m farandole.tensorflow.data.compute_worker --open-to-the-network service.json
     config = TfDataServiceConfig.read("service.json", wait_for_file_creation=True)
     dataset = dataset.send_to_data_service(config, hvd.rank(), hvd.size())
@@ -57,7 +57,7 @@ def require_consent(given: bool) -> None:
         given: whether the caller has consented.
 
     Raises:
-        PermissionError: nobody has.
+        PermissionError: the user has not consented.
         ValueError: the variable says neither yes nor no.
     """
     told = os.environ.get(CONSENT, "0").strip().lower()
@@ -65,7 +65,7 @@ def require_consent(given: bool) -> None:
         raise ValueError(f"{CONSENT} is 1 or 0: {told!r}")
     if not (given or _WORDS[told]):
         raise PermissionError(
-            "tf.data's dispatchers and workers listen on all addresses of this host without a password: anybody who "
+            "tf.data's dispatchers and workers listen on all addresses of this host without a password: everyone who "
             "reaches their ports runs graphs here, which read and write files as this user. If a firewall keeps others "
             f"from these ports, say so: open_to_the_network=True, --open-to-the-network, or {CONSENT}=1"
         )
@@ -82,7 +82,7 @@ class TfDataServiceConfig:
         addresses: Where the service may be asked, as host and port.
         key: Proves who belongs to it: keep it secret.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
     Raises:
         ValueError: For another side.
@@ -103,10 +103,10 @@ class TfDataServiceConfig:
         self.addresses = [(str(host), int(port)) for host, port in self.addresses]
 
     def require_consent(self) -> None:
-        """Refuses to open ports that run the graphs of anybody who reaches them, where nobody has consented.
+        """Refuses to open ports that run the graphs of everyone who reaches them, if the user has not consented.
 
         Raises:
-            PermissionError: Nobody has.
+            PermissionError: The user has not consented.
         """
         require_consent(self.open_to_the_network)
 
@@ -129,7 +129,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:
-        """Writes a file that only its owner reads; whoever reads it finds all of it or nothing."""
+        """Writes a file that only its owner can read. A reader finds all of it or nothing."""
         target = Path(filename)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
@@ -142,7 +142,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0) -> TfDataServiceConfig:
-        """Reads what `write` wrote.
+        """Reads the file of `write`.
 
         Args:
             filename: The file.
@@ -174,7 +174,7 @@ def serving(
         dispatchers: Number of dispatchers.
         dispatcher_side: Where they are.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see the module.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
     Yields:
         The `TfDataServiceConfig` of it.
@@ -214,7 +214,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
 
     Raises:
-        PermissionError: When this process is to hold a dispatcher, and nobody has consented to open ports.
+        PermissionError: This process would hold a dispatcher, and the user has not consented to open ports.
         TimeoutError: When dispatcher or workers do not come in time.
     """
     client = compute_config.compute_client()
@@ -228,12 +228,12 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     try:
         yield address
     finally:
-        # Stops when nobody refers to it any more; stopping it here would wait for the workers to go.
+        # It stops with its last reference. To stop it here would wait until the workers have gone.
         del own
 
 
 _jobs: dict[bytes, list[tuple[Any, ...]]] = {}
-"""What this process has shared by each service, by the service's key."""
+"""Jobs that this process shares through each service, by the service's key."""
 
 
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
@@ -300,14 +300,14 @@ cast("Any", tf.data.Dataset).send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Works for the service until it is shut down: what every compute process runs.
+    """Works for the service until it is shut down; every compute process runs this.
 
     Args:
         compute_config: Of the service; the number of ranks is the number of workers.
 
     Raises:
         ConnectionError: When the service is gone.
-        PermissionError: When nobody has consented to open ports; see the module.
+        PermissionError: The user has not consented to open ports; see the module.
         TimeoutError: When the dispatcher does not come in time.
     """
     compute_config.require_consent()

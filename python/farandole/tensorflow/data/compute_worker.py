@@ -30,10 +30,10 @@ def main(
         dispatcher_side: Where they are, `"compute"` or `"training"`.
         configfile: Where trainers will look.
         timeout: Seconds that waits for each other last at most.
-        open_to_the_network: Consent to ports that run the graphs of anybody who reaches them; see `compute_service`.
+        open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see `compute_service`.
 
     Raises:
-        PermissionError: When nobody has consented to open ports.
+        PermissionError: The user has not consented to open ports.
         ValueError: When ranks cannot be dealt out evenly.
     """
     require_consent(open_to_the_network)
@@ -54,7 +54,7 @@ def main(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
+    """Returns the parser of the command's arguments."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("configfile", help="file to write, which trainers read")
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--open-to-the-network",
         action="store_true",
-        help="consent to ports on all addresses of these hosts, which run the graphs of anybody who reaches them",
+        help="consent to ports on all addresses of these hosts, which run the graphs of everyone who reaches them",
     )
     return arguments
 

@@ -91,7 +91,7 @@ class VectorCompressor(Compressor):
     """
 
     splits = True
-    """Whether the payload of a vector's part depends on nothing else."""
+    """Whether the payload of a part depends on that part alone."""
     alignment = 1
     """Numbers a part of a vector is a multiple of."""
 
@@ -111,7 +111,7 @@ class VectorCompressor(Compressor):
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends on the vector's.
 
-        With a residual, the payload is that of the vector and the residual, which then holds what was lost.
+        With a residual, the payload is that of the vector plus the residual, which then holds the lost part.
         """
 
     @abstractmethod

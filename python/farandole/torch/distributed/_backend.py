@@ -62,7 +62,7 @@ class FarandoleBackend(Backend):
         self._numbers = itertools.count()
         self._completer = Completer()
 
-    # What torch asks of a backend.
+    # torch's interface of a backend.
 
     def name(self) -> str:
         """The backend's name."""
@@ -372,7 +372,7 @@ class FarandoleBackend(Backend):
     alltoall_base = all_to_all_single
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
-        """How many elements of the flat tensor belong to each member."""
+        """Returns the number of elements of the flat tensor for each member."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % self._size:

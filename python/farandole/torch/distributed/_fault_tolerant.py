@@ -18,6 +18,7 @@ optimizer.
   it counts a step with the results of another rank when the agreement has ended, not before: if the agreement fails,
   and all ranks that had finished the step are lost, the gradients are reduced again. And `rejoin` between a backward
   pass and the optimizer's step waits for the next backward pass.
+- FT-4: A new rank has a state when all of it has come. If the transfer fails, the rank is still new in the next world.
 
 DDP itself communicates within a group of this process alone. Otherwise a new rank, which creates its model while the
 others train, would wait for them in DDP's constructor. Ranks may therefore have different buckets, and gradients are
@@ -44,10 +45,10 @@ from farandole.common.util import Average
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, table, usable
 from farandole.torch._reduce import Reduction
+from farandole.torch._state_transfer import Roles, move
 from farandole.torch._tolerant import Tolerance, claim
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
 from farandole.torch.distributed._work import Done
-from farandole.torch.functions import broadcast_tensors
 
 _BROADCASTS: Final = "buffers are not broadcast in each step; a new rank gets those of another rank"
 _REFUSED: Final = {
@@ -172,9 +173,9 @@ class _GradientTolerance(Tolerance):
     ) -> None:
         super().__init__(optimizer, is_elastic, others)
         self.results: dict[str, torch.Tensor] = {}
-        """Of the last reduction that was finished, or of one that this rank finishes when the agreement has ended."""
+        """Results of the last finished reduction, or of one that this rank finishes after the agreement."""
         self.is_step_due = False
-        """Whether the optimizer's step after the last reduction was not seen yet."""
+        """Whether the optimizer has not taken its step after the last reduction yet."""
         self._parameters = parameters
         self._generation = engine.world().generation
         store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other name for it
@@ -197,26 +198,27 @@ class _GradientTolerance(Tolerance):
             dist.init_process_group("farandole", init_method="farandole://", timeout=self._timeout)
             self._generation = generation
 
-    def _bring(self, told: list[list[int]], most: int, source: int) -> bool:
+    def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
         if any(is_whole and steps < most for steps, is_whole, _ in told):
-            self._deliver(source, most)
+            self._deliver(Roles(senders, [rank for rank in range(len(told)) if rank not in senders]))
         is_new = not self._is_whole
-        if not all(is_whole for _, is_whole, _ in told):
-            self._transfer(source, is_new)
+        new = [rank for rank, (_, is_whole, _) in enumerate(told) if not is_whole and rank not in senders]
+        self._transfer(Roles(senders, new))
         if is_new:
             self._arrive(most)
         return self.steps < most
 
-    def _deliver(self, source: int, most: int) -> None:
+    def _deliver(self, roles: Roles) -> None:
         """Sends the results of the last reduction to those whose reduction has failed, and to new ranks."""
         results = self.results
-        if basics.rank() != source:
+        takes = basics.rank() in roles.takers
+        if takes:
             results = {
                 name: torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
                 for name, parameter in self._parameters.items()
             }
-        broadcast_tensors([(f"tolerant.result.{name}", results[name]) for name in self._parameters], source)
-        if not self._is_whole or self.steps < most:  # others have their own
+        move("tolerant.result", [results[name] for name in self._parameters], roles)
+        if takes:
             self.results = results
 
 
@@ -353,7 +355,7 @@ class _Reducer:
 
 
 def _hook(state: _Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls when the gradients of a bucket are computed."""
+    """DDP's communication hook, called when the gradients of a bucket are computed."""
     return state.add(bucket)
 
 

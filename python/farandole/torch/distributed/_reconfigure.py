@@ -13,7 +13,7 @@ Invariants:
 
 - RC-1: A number names one world. Member 0 claims it in the store, so a second list of members cannot use it.
 - RC-2: A member joins only a world of the list that it was given: the ticket comes with a digest of the list.
-- RC-3: The registrar admits each rank once, so nobody else is in the world.
+- RC-3: The registrar admits each rank once, so no other process is in the world.
 - RC-4: A call that is refused before the ticket has come leaves the world as it is.
 """
 
@@ -92,7 +92,7 @@ class Handle:
 
 
 def ordered(handles: Iterable[str]) -> list[str]:
-    """The members by rank: a list as it is; of a set those first who were in a world, by their ranks there.
+    """The members by rank: the order of a list; for a set, old members first, by their ranks.
 
     Raises:
         FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.
@@ -143,7 +143,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """What the other members need to know of this process for the next `reconfigure`."""
+        """Returns this process's description, which the other members need for the next `reconfigure`."""
         return str(Handle(self._uuid, self._rank, self._instance, engine.here()))
 
     def reconfigure(self, opts: Any) -> Work:
@@ -241,7 +241,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
 
 class _Meeting:
-    """How the members of one new world find its registrar, by the store."""
+    """Publishes and finds the registrar of a new world through the store."""
 
     def __init__(self, store: Any, uuid: int, members: list[str], deadline: float) -> None:
         self._store = store

@@ -58,7 +58,7 @@ def _by_environment(torchs: Rendezvous) -> Rendezvous:
 
 
 def _is_of_this_world(url: str) -> bool:
-    """Whether what torch was told is what this process was started as."""
+    """Whether torch's rank and world size are those with which this process was started."""
     if "FARANDOLE_TASK" not in os.environ:
         return False
     asked = parse_qs(urlparse(url).query)

@@ -45,7 +45,7 @@ class RegistrarStore(Store):
         self._limit = timeout
         self._lock = threading.Lock()
         self._last: dict[str, tuple[int, bytes | None]] = {}
-        """Of each key the number after its last entry that is known here, and the value by then."""
+        """For each key, the number after the last entry that is known here, and the value at that point."""
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
         """Sets a key."""
@@ -92,7 +92,7 @@ class RegistrarStore(Store):
         return there[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of some keys have values."""
+        """Whether all the keys have values."""
         return all(self._look(_text(key)) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -115,7 +115,7 @@ class RegistrarStore(Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Whether the store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def num_keys(self) -> int:
@@ -131,12 +131,12 @@ class RegistrarStore(Store):
     getNumKeys = num_keys  # noqa: N815
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait from now on."""
+        """Sets the timeout of `get` and `wait`."""
         self._limit = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait."""
+        """The timeout of `get` and `wait`."""
         return self._limit
 
     def clone(self) -> RegistrarStore:

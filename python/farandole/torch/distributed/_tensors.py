@@ -69,7 +69,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def width(tensor: torch.Tensor) -> int:
-    """How many elements `flat` has."""
+    """Returns the number of elements of `flat`."""
     return tensor.numel() if tensor.dtype in DTYPES else tensor.numel() * tensor.element_size()
 
 

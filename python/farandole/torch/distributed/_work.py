@@ -24,7 +24,7 @@ _NO_LIMIT = timedelta(0)
 
 
 class Pending:
-    """One operation of the engine, until somebody has waited for it.
+    """One operation of the engine, until it was awaited.
 
     Args:
         submission: A function of the engine, and its arguments.
@@ -70,7 +70,7 @@ class Completer:
             self._queue.put((pending, then))
 
     def close(self) -> None:
-        """Ends the thread after what it was given."""
+        """Ends the thread after all given operations."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -110,8 +110,8 @@ def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer)
 class FarandoleWork(Work):
     """The result of a collective.
 
-    torch forwards `wait` and `get_future` to works made in Python, and nothing else: its `is_completed` says no until
-    the end of days. Who polls asks `get_future().done()`.
+    torch forwards only `wait` and `get_future` to works made in Python. Its `is_completed` always returns `False`, so a
+    program that polls must call `get_future().done()`.
 
     Args:
         pending: The operation.

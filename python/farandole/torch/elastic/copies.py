@@ -14,7 +14,7 @@ from farandole._native import engine
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second tensor of each pair to the first, in this thread, past the caches: nobody reads it soon."""
+    """Copies the second tensor of each pair to the first, in this thread, past the caches: it is not read soon."""
     engine.copy_memory([(room.data_ptr(), source.data_ptr(), source.nbytes) for room, source in pairs])
 
 

@@ -74,7 +74,7 @@ class _DictHandler(StateHandler):
         return self._lent
 
     def take_back(self) -> None:
-        """Takes note that nobody reads what `lend` has returned."""
+        """Marks the result of `lend` as unused."""
         self._lent = None
 
     def restore(self) -> None:
@@ -131,7 +131,7 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Changes what is handled, for states made from now on."""
+    """Sets the handlers for states that are made later."""
     global _registry  # noqa: PLW0603 - Horovod's function
     _registry = registry
 
@@ -242,7 +242,7 @@ class TorchState(ObjectState):
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
 
-    # What the store of `save_to` gets.
+    # Contents for the store of `save_to`.
 
     def _check_storable(self) -> None:
         plain_or_raise(self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them")

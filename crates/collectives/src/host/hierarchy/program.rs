@@ -6,14 +6,14 @@
 use super::super::program::{Builder, Load, Program};
 pub(in super::super) use super::schedule::Schedule;
 
-/// What one member does with the chunks, in the order of the slots of [`Schedule`].
+/// One member's steps for the chunks, in the order of the slots of [`Schedule`].
 struct Writer<'a> {
     schedule: &'a Schedule,
     width: usize,
     member: usize,
     host: usize,
     builder: Builder,
-    /// What makes the results of a chunk, by chunk: at first the own part, then those that arrive from other hosts, too.
+    /// The steps that make the results of a chunk, by chunk: first of the own part, then of parts from other hosts.
     results: Vec<Vec<u32>>,
     joined: Option<u32>,
     /// Other hosts stand behind this member itself.

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_at_a_place_of_a_chunk_has_one_owner() {
+    fn each_place_of_a_chunk_has_one_owner() {
         for numbers in WORLDS {
             let hosts = Hosts::new(numbers, 0);
             for bytes in [1, 64, 65, 129, 100_003] {

@@ -12,7 +12,7 @@ use super::*;
 use crate::kernel::{self, Reduction};
 use crate::{DataType, Memory, ReduceOp};
 
-/// What a rank of 64 hosts with 8 ranks each does before the first byte goes does not depend on the bytes.
+/// With 64 hosts of 8 ranks, the work of a rank before the first byte does not depend on the number of bytes.
 #[test]
 fn an_allreduce_among_many_hosts_begins_at_once() {
     let (hosts, each, own) = (64, 8, 259);

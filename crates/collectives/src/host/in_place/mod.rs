@@ -111,7 +111,7 @@ impl InPlace {
         self.heads.said(member).map(|head| head.chunks(UNIT).map(Place::read).collect()).collect()
     }
 
-    /// What follows when everybody has said where its tensors lie.
+    /// Continues when all members have sent the places of their tensors.
     fn meet(&mut self, peers: &mut Peers) -> Result<Stage> {
         let Some(places) = self.places(peers.member) else { return self.elsewhere(peers) };
         let mut new = false;
@@ -133,7 +133,7 @@ impl InPlace {
         Ok(Stage::Judging { verdicts, places })
     }
 
-    /// What follows when everybody has said whether it could map what was new.
+    /// Continues when all members have reported whether they could map the new memory.
     fn judge(&mut self, peers: &mut Peers, all: bool, places: &[Vec<Place>]) -> Result<Stage> {
         for place in places.iter().flatten() {
             if peers.regions.judged(place).is_none() {
@@ -170,7 +170,7 @@ impl InPlace {
         Ok(Stage::Working(Work::new(peers, reducer, lists)))
     }
 
-    /// Nobody works in this member's memory any more.
+    /// Ends the operation: no member works in this member's memory any more.
     fn part(&mut self) -> Result<()> {
         let own = std::mem::take(&mut self.exposed);
         if own.iter().all(Memory::is_shareable) {

@@ -49,7 +49,7 @@ impl Place {
 /// Memory of members, by nonce.
 #[derive(Default)]
 pub(in super::super) struct Regions {
-    /// Of others, mapped here.
+    /// Memory of other members, mapped here.
     mapped: HashMap<[u64; 2], Memory>,
     /// Of everybody, this member too: whether all others could map it. The same on all members, and never forgotten, since
     /// it costs next to nothing.

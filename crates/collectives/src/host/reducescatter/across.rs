@@ -38,7 +38,7 @@ struct Part {
     message: Message,
 }
 
-/// What goes over one link.
+/// The data on one link.
 struct Stream {
     out: VecDeque<Part>,
     incoming: VecDeque<Part>,

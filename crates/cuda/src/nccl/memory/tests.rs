@@ -73,7 +73,7 @@ fn memory_goes_to_the_next_who_asks_for_as_much_of_the_device_on_that_stream() {
 }
 
 #[test]
-fn what_only_begins_in_the_memory_or_lies_elsewhere_is_not_registered() {
+fn buffers_that_are_not_inside_the_memory_are_not_registered() {
     let library = nccl().unwrap();
     let ((mut communicator, _lane), memory) = ready(&library);
     let end = memory.address() + memory.len();
@@ -106,7 +106,7 @@ fn a_member_that_cannot_register_fails_as_the_others_would_use_its_memory() {
 }
 
 #[test]
-fn whoever_was_given_up_while_registering_calls_nothing_more() {
+fn an_abandoned_registration_makes_no_further_calls() {
     let (library, mut registry) = (nccl().unwrap(), Registry::default());
     let device = FakeLane::default();
     let [first, second] = [7, 8].map(|stream| library.memory(&device, stream, 64).unwrap());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What a step costs where there are thousands of workers.
+//! The cost of a step with thousands of workers.
 
 use super::tests::RULES;
 use super::*;

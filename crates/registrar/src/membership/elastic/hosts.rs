@@ -27,7 +27,7 @@ struct Host {
 pub(super) struct Hosts {
     all: Vec<Host>,
     known: bool,
-    /// Nobody has told which hosts there are since the registrar started again.
+    /// The hosts have not been reported since the registrar started again.
     outdated: bool,
     /// Shortest and longest cooldown.
     cooldown: (Duration, Duration),

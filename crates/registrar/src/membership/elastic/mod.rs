@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Who is in an elastic job: a pure state machine like [`Membership`](super::Membership), whose workers come and go.
+//! Members of an elastic job: a pure state machine like [`Membership`](super::Membership), whose workers come and go.
 //!
 //! ```text
 //! hosts --> Start --> starting --> importing --> ready --> working --> done
@@ -50,7 +50,7 @@ use hosts::Hosts;
 pub(crate) use steps::{Step, What};
 use world::{Present, Why};
 
-/// What the machine goes by.
+/// The rules of the machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Rules {
     /// Workers that the first world waits for.
@@ -147,7 +147,7 @@ pub(crate) struct Elastic {
     /// Whether the present step has changed something that its decisions do not tell.
     #[serde(skip)]
     changed: bool,
-    /// Whom the last step has given up for their silence. Signs of life are in no journal, so a step tells it.
+    /// The tasks that the last step gave up for their silence. Signs of life are in no journal, so a step has them.
     #[serde(skip)]
     losses: Vec<(TaskId, String)>,
     /// The same, of a step that is repeated.

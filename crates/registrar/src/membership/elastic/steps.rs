@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{DONE, Decision, Elastic, Input, Phase, Presence, Refusal, Rules, Stage};
 
-/// What a step takes in.
+/// The input of a step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum What {
     /// An agent registers.
@@ -43,7 +43,7 @@ impl What {
 pub(crate) struct Step {
     pub(crate) at: Duration,
     pub(crate) what: What,
-    /// Whom it gave up for their silence.
+    /// The tasks that it gave up because of their silence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) losses: Vec<(TaskId, String)>,
 }

@@ -377,7 +377,7 @@ fn workers_that_come_by_themselves_need_no_hosts() {
 }
 
 #[test]
-fn what_a_worker_says_again_changes_nothing() {
+fn a_repeated_message_of_a_worker_changes_nothing() {
     let mut job = Job::new(RULES, &[("a", 2)]);
     job.all_ready();
     let before = job.decisions.len();

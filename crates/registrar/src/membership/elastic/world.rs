@@ -49,7 +49,7 @@ pub(super) struct Failure {
 }
 
 impl Why {
-    /// What an exit with another code than 0 means.
+    /// The meaning of an exit with another code than 0.
     pub(super) fn of(exit: &Exit) -> Self {
         let sentence = exit.how.to_string();
         match &exit.how {
@@ -116,7 +116,7 @@ impl Present {
         self.told_broken
     }
 
-    /// What was told has to be told again: nobody who has heard it may be left.
+    /// Repeats all announcements, because no process that has heard them may be left.
     pub(super) fn forget_told(&mut self) {
         (self.told_broken, self.told) = (false, (false, false));
     }

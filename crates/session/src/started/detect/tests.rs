@@ -103,7 +103,7 @@ fn a_process_that_nobody_started_is_alone_and_so_is_the_only_one() {
 }
 
 #[test]
-fn what_our_own_launcher_set_is_not_somebody_elses() {
+fn variables_of_our_own_launcher_are_not_taken_for_another_launchers() {
     let ours = [("FARANDOLE_TASK", "1"), ("HOROVOD_RANK", "1"), ("HOROVOD_SIZE", "2"), ("RANK", "1")];
     assert_eq!(found(&ours), Ok(Found::Alone(None)));
 }
@@ -140,7 +140,7 @@ fn starters_that_contradict_each_other_are_refused_by_their_variables() {
 }
 
 #[test]
-fn what_is_no_place_is_refused_by_its_variable() {
+fn an_invalid_place_is_refused_with_its_variable() {
     for (pairs, expected) in [
         (&[("PMI_RANK", "4"), ("PMI_SIZE", "4")][..], "PMI_RANK=4 is no rank of PMI_SIZE=4"),
         (&[("PMI_RANK", "x"), ("PMI_SIZE", "4")], "PMI_RANK is not a number: x"),

@@ -3,7 +3,7 @@
 
 //! The receiving end of one connection: reads records to where their payload belongs in the ring, and opens them there.
 //!
-//! What is small comes through a stage, so that one call reads several records. Of a large one the kernel writes the
+//! Small records come through a stage, so that one call reads several. Of a large record the kernel writes the
 //! payload to its place in the ring and what follows it to the stage. One for which the ring has no room is read and opened
 //! aside: whoever waits for a message may need its first part before the ring can hold all of it. Nobody sees a byte before
 //! its record has opened.
@@ -21,7 +21,7 @@ use crate::record::{HEADER, Header, Kind, MOST, Seal, TAG};
 const STAGE: usize = 8 << 10;
 const CLOSED: &str = "it closed the connection";
 const CUT: &str =
-    "it closed the connection without a last word: its process ended, or somebody on the way cut it off";
+    "it closed the connection without a closing message: its process ended, or the path was cut";
 
 /// One connection's.
 pub(super) struct Receiving {

@@ -79,7 +79,7 @@ fn parts() -> impl Strategy<Value = Vec<usize>> {
 
 proptest! {
     #[test]
-    fn what_was_sent_is_placed_whatever_the_parts_and_the_room(
+    fn sent_bytes_are_placed_for_all_sizes_of_parts_and_room(
         payloads in payloads(),
         parts in parts(),
         room in 1_usize..60_000,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from farandole.data.columns import Roles
 from farandole.data.encoding import Encoding
+from farandole.data.inputs.sources import open_source
 from farandole.data.learning import Wish, needed
 from farandole.data.prepare import prepare, spec_of
-from farandole.data.sources import open_source
 from farandole.spark.common.data.existing import format_of, is_prepared
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def encoded(
     *,
     allow_nan: bool = False,
 ) -> Iterator[Prepared]:
-    """A data set whose categories are indices: itself, or a copy in the store where nobody has prepared it so.
+    """A data set whose categories are indices: itself, or a copy in the store if it was not prepared so.
 
     Args:
         store: where the copy goes; it is found again as long as the files are the same.
@@ -44,7 +44,7 @@ def encoded(
         allow_nan: takes NaN and infinities as values like any others.
 
     Yields:
-        The data; nobody writes over a copy inside the context.
+        The data. A copy is not overwritten inside the context.
 
     Raises:
         ValueError: data that was prepared without the categories that are asked for.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the rows of `fit_on_parquet` are: in the store, or at paths that the user gives."""
+"""Finds the rows of `fit_on_parquet`: in the store, or at paths that the user gives."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def _texts(name: str, paths: Paths) -> str | list[str]:
 
 @contextlib.contextmanager
 def in_use(where: Existing) -> Iterator[None]:
-    """Shows that this process uses prepared data: inside the context nobody deletes it or prepares other data there.
+    """Shows that this process uses prepared data: inside the context it is neither deleted nor replaced.
 
     Data where this process cannot write goes without that.
 
     Args:
-        where: the rows; those that nobody has prepared need nothing.
+        where: the rows; other rows than prepared ones need nothing.
 
     Raises:
         OSError: another process deletes the data, or prepares other data there.
@@ -106,7 +106,7 @@ def is_prepared(paths: str | list[str]) -> bool:
 
 
 def format_of(paths: str | list[str]) -> str | None:
-    """The format of files that nobody has prepared; `None` if the place says it itself.
+    """The format of files that are not prepared data; `None` if the place states it.
 
     Args:
         paths: of the files.

@@ -25,7 +25,7 @@ _MOMENTS = ("current_date(", "current_timestamp(", "localtimestamp(", "current_t
 _NARROW = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
 _SPARKS_OWN = "org.apache.spark.sql.catalyst.expressions."
 _DRAWN = {"Rand", "Randn", "Uuid", "Shuffle", "MonotonicallyIncreasingID", "SparkPartitionID"}
-"""What Spark calls nondeterministic because other partitions draw other values: one draw is as good as the next."""
+"""Expressions that Spark calls nondeterministic because each partition draws other values. Any draw is good enough."""
 _CONFIGURED = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
 _MOST = 2000
 _FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
@@ -33,7 +33,7 @@ _FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpoi
 
 
 def fingerprint(df: DataFrame) -> str | None:
-    """A print of what the DataFrame's plan reads and computes.
+    """A fingerprint of the sources and the computation of a DataFrame's plan.
 
     Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask `sameSemantics` as well.
 
@@ -64,7 +64,7 @@ def fingerprint(df: DataFrame) -> str | None:
 
 
 def lasting(df: DataFrame) -> str | None:
-    """What a DataFrame's plan does, and the versions of all that it reads, in words that mean the same in any session.
+    """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning in any session.
 
     Args:
         df: any DataFrame.
@@ -114,7 +114,7 @@ def _words(df: DataFrame, frame: Any) -> str | None:
 
 
 def parts(df: DataFrame) -> list[str] | None:
-    """What each partition of a DataFrame reads, by number; `None` when that cannot be told.
+    """Returns what each partition of a DataFrame reads, by number; `None` if that is unknown.
 
     Args:
         df: one that `lasting` has words for, coalesced or not.
@@ -149,7 +149,7 @@ def _each(sequence: Any) -> list[Any]:
 
 
 def _is_plain(expression: Any) -> bool:
-    """Whether it is made of Spark's own expressions alone, whose words tell all."""
+    """Whether a plan consists only of Spark's own expressions, whose text is complete."""
     left, seen = [expression], 0
     while left:
         one = left.pop()
@@ -163,7 +163,7 @@ def _is_plain(expression: Any) -> bool:
 
 
 def _only_draws(plan: Any) -> bool:
-    """Whether nothing is nondeterministic in a plan but what is drawn by a seed."""
+    """Whether a plan is deterministic except for values drawn with a seed."""
     nodes, left, seen = [plan], [], 0
     while nodes:
         node = nodes.pop()
@@ -193,7 +193,7 @@ def _reads_files(leaf: Any) -> bool:
 
 
 def _made_here(leaf: Any) -> bool:
-    """Whether the rows are an RDD that goes back to rows of this session; of others nobody can tell what they read."""
+    """Whether an RDD comes from rows of this session. The sources of other RDDs are unknown."""
     if leaf.nodeName() != "LogicalRDD":
         return False
     left, seen = [leaf.rdd()], set()

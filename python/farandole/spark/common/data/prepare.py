@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-    from farandole.data.sides import Split
+    from farandole.data.splits import Split
     from farandole.stores.store import AbstractFilesystemStore
 
 _RESULT = "partition int, error string, of_store boolean, part binary"
@@ -76,7 +76,7 @@ class _Turns:
         self._locks: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
 
     def of(self, key: str) -> _Turn:
-        """What to hold while it is looked for, and prepared."""
+        """Returns the lock to hold during the lookup and the preparation."""
         with self._lock:
             return self._locks.setdefault(key, _Turn())
 
@@ -106,7 +106,7 @@ def same_rows(name: str) -> Iterator[None]:
     It counts where no plan tells: on Spark Connect.
 
     Args:
-        name: of the rows, which nobody else uses.
+        name: of the rows, unique to them.
     """
     token = _SAME_ROWS.set(name)
     try:
@@ -118,7 +118,7 @@ def same_rows(name: str) -> Iterator[None]:
 def clear_training_cache() -> None:
     """Forgets which DataFrames have been prepared; their files stay until a later fit takes the place.
 
-    What was read from files is still found, by what is written in the store.
+    Data that was prepared from files is still found, by the keys in the store.
     """
     with _CACHE.lock:
         _forget([entry for entry in _CACHE.entries if not entry.users])
@@ -161,7 +161,7 @@ def prepare_data(
         compress_sparse: compresses vectors, which are written dense.
 
     Yields:
-        What was prepared; nobody writes over it inside the context.
+        The prepared data, which is not overwritten inside the context.
 
     Raises:
         ValueError: no rows, no rows on one side of the split, or data that does not fit; naming the column.
@@ -321,7 +321,7 @@ def _prepare(
 def find_data(
     store: AbstractFilesystemStore, roles: Roles, idx: int | None = None, where: Existing | None = None
 ) -> Prepared:
-    """The data set that exists already, prepared by us or by anybody.
+    """The data set that exists already, prepared by us or by any program.
 
     Args:
         store: where it is, or where the file goes by which workers find data of elsewhere.
@@ -361,7 +361,7 @@ def find_data(
 
 
 def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
-    """What was prepared under a key; of the same rows as a frame, where one is given."""
+    """Returns the data that was prepared under a key; if a frame is given, only data with the same rows."""
     with _CACHE.lock:
         for entry in list(_CACHE.entries):
             if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
@@ -409,7 +409,7 @@ class _Rows:
     """The processing of batches from Spark."""
 
     names: list[str]
-    """Of their columns, which go by number."""
+    """Names of the columns, which are addressed by number."""
     wanted: list[str]
     encoding: Encoding | None
 

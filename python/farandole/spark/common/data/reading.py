@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a training process reads, and how, for the estimators of all frameworks."""
+"""The rows that a training process reads, and the way it reads them, for the estimators of all frameworks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """Which rows a process reads, and how."""
+    """The rows that a process reads, and the way it reads them."""
 
     train_url: str
     val_url: str | None
     train_rows: int
     val_rows: int
     columns: dict[str, Column]
-    """Of the data set, before any transformation."""
+    """Columns of the data set, before any transformation."""
     batch_size: int
     val_batch_size: int
     order_seed: int
@@ -81,7 +81,7 @@ class Data:
 def data_of(
     estimator: EstimatorParams, prepared: PreparedData, columns: Sequence[str], unseeded: int | None = None
 ) -> Data:
-    """Which rows a process reads, and how.
+    """Returns the rows that a process reads, and the way it reads them.
 
     Args:
         estimator: whose parameters count.
@@ -123,7 +123,7 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
     given = {} if fill is None or prepared.place is not None else fill if isinstance(fill, dict) else {"*": fill}
     numbers: dict[str, float] = {}
     for name, value in given.items():
-        # What is no number fills no column of numbers: its nulls are told of when they are met.
+        # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are read.
         with contextlib.suppress(ValueError):
             numbers[name] = float(value)
     return Missing(numbers, estimator.getAllowNan())

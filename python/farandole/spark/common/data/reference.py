@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.datasets import is_place
 from farandole.data.encoding import sources_of
-from farandole.data.sources import open_source
+from farandole.data.inputs.sources import open_source
 from farandole.data.statistics import kept_statistics, statistics_at, statistics_of
 from farandole.spark.common.data.existing import format_of, is_prepared
 

@@ -61,7 +61,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Place:
-    """How far all processes together have come in an epoch.
+    """The position of all processes together in an epoch.
 
     Attributes:
         steps: steps of the epoch that are done, whatever the number of processes was.
@@ -175,7 +175,7 @@ class Source:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there are processes without a row in the last step of a pass."""
+        """Whether some processes have no row in the last step of a pass."""
         ends = {self.total, self.total - self._begun.row}
         return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
 
@@ -202,7 +202,7 @@ class Source:
         return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
 
     def place_after(self, number: int, steps: int) -> Place:
-        """How far all processes have come after some steps of an epoch.
+        """Returns the position of all processes after some steps of an epoch.
 
         Args:
             number: of the epoch.
@@ -218,11 +218,11 @@ class Source:
         return self._until(last) - self._until(first)
 
     def share(self, rows: Rows) -> float:
-        """By what the mean loss over a batch is multiplied, before gradients are averaged over processes."""
+        """The factor of the mean loss over a batch, before gradients are averaged over processes."""
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch, or of what is left of one.
+        """The batches of an epoch, or of its rest.
 
         Args:
             number: of the epoch, which gives its order.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tidy(store: AbstractFilesystemStore, older_than: float | None, tell: Callable[[str], None]) -> None:
-    """Deletes prepared data that is old and that no process uses; the fit goes on if it cannot.
+    """Deletes prepared data that is old and that no process uses; the fit continues if it cannot.
 
     Args:
         store: of the fit, whose own data is in use.

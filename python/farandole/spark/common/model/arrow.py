@@ -37,12 +37,12 @@ VECTOR = pa.struct(
 
 @dataclass(frozen=True)
 class Fill:
-    """What replaces nulls and NaN in one column, as in prepared data."""
+    """The replacement of nulls and NaN in one column, as in prepared data."""
 
     text: str
     """The value, written out: each type reads it in its own way."""
     named: bool
-    """Whether it was meant for this column, and not for all that can hold it."""
+    """Whether the value was given for this column, and not for all columns that can hold it."""
 
 
 def fill_of(fill: Any, name: str) -> Fill | None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""What was said in each session."""
+"""Messages that each session has printed."""
 
 
 class FarandoleModel(ClassParams, ModelParams, Model):
@@ -89,7 +89,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
     def _measure(
         self, df: DataFrame, label: str, start: ClassSums | ValueSums, task: Callable[..., Any], title: str
     ) -> list[Any]:
-        """What tasks have counted, one object for each.
+        """Runs the task on all rows and returns the sums, one object for each task.
 
         Args:
             df: the rows.
@@ -110,7 +110,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
     def importance(
         self, df: DataFrame, metric: str | None = None, *, repeats: int = 1, seed: int = 0
     ) -> dict[str, float]:
-        """How much worse the model predicts when the values of one column are exchanged between rows.
+        """Measures how much worse the model predicts when the values of one column are exchanged between rows.
 
         Values are exchanged between the rows of a task (65,536 or 64 MiB at a time), so rows should be in no order: a
         DataFrame that is sorted by a column understates its importance. The rows are read once and predicted once for
@@ -148,7 +148,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return importances(found or {None: start}, names, metric)
 
     def drift(self, df: Any, **reading: Any) -> dict[str, Drift]:
-        """How the columns of other rows differ from the rows that the model was trained with.
+        """Compares the columns of other rows with those of the rows that the model was trained with.
 
         Args:
             df: a DataFrame, whose rows the executors count, or another source of `farandole.data.prepare_data`.
@@ -174,7 +174,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return own.drift(df, optional=labels, **reading)
 
     def explain(self) -> str:
-        """The model in words: its inputs and outputs, what is done about missing values, its layers and parameters.
+        """The model in words: its inputs and outputs, the treatment of missing values, its layers and parameters.
 
         Returns:
             Lines of text, which `print` shows.
@@ -207,7 +207,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return self.getClassNames() or self.getCategories().get(labels[0])
 
     def _label_encoding(self) -> Encoding:
-        """Of labels that are categories."""
+        """Returns the encoding of labels that are categories."""
         labels = self.getLabelColumns() or []
         known = {name: values for name, values in self.getCategories().items() if name in labels}
         return Encoding(known, labels=frozenset(labels))
@@ -223,7 +223,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         )
 
     def _encoding(self) -> Encoding:
-        """Of features."""
+        """Returns the encoding of the features."""
         return Encoding.of_model(self.getCategories(), self.getFill(), self.getLearned(), self.getRagged())
 
     def _form(self, what: str) -> str:
@@ -238,7 +238,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return check_form(what, self.getOutputForm(), self.getLabelColumns())
 
     def _predictor(self, dataset: DataFrame) -> Any:
-        """What predicts in tasks: with `predict`, `probe`, `outputs` and `completed`.
+        """Returns the object that predicts in tasks, with `predict`, `probe`, `outputs` and `completed`.
 
         Args:
             dataset: that will be transformed.
@@ -256,7 +256,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
 
     def _transformation(self) -> Transformation | None:
-        """What changes features before they are predicted.
+        """Returns the transformation of features before a prediction.
 
         Raises:
             ValueError: it is asked for, and the model has no function.
@@ -394,7 +394,7 @@ def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | 
 
 
 def _label(name: str, columns: list[str], encoding: Encoding) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:
-    """What gives the labels of a batch whose columns go by number."""
+    """Returns a function that takes the labels out of a batch whose columns go by number."""
 
     def label(batch: pa.RecordBatch) -> npt.NDArray[Any]:
         from farandole.spark.common.model.arrow import features

@@ -123,16 +123,16 @@ class Added:
     label: int | None
     """Place of the label among the DataFrame's columns."""
     indexed: bool = False
-    """Whether labels are values of `classes`, and not their indices."""
+    """Whether labels are values of `classes`; otherwise they are indices."""
 
     @property
     def names(self) -> list[str]:
-        """Of the columns."""
+        """Names of the columns."""
         return [name for _, name in self.columns]
 
     @property
     def types(self) -> list[types.DataType]:
-        """Of the columns."""
+        """Types of the columns."""
         return [_TYPES.get(what, types.DoubleType)() for what, _ in self.columns]
 
     def made(self, batch: pa.RecordBatch, output: Array) -> list[pa.Array]:

@@ -82,7 +82,7 @@ class ScoreCounts:
         self._count(ordered >> self.shift, counts)
 
     def merge(self, other: ScoreCounts) -> None:
-        """Adds what another task has counted.
+        """Adds the counts of another task.
 
         Args:
             other: of other rows.
@@ -121,7 +121,7 @@ class ClassSums:
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: int = 0
     by_score: ScoreCounts | None = field(default_factory=ScoreCounts)
-    """Rows by score, of two classes; `None` if nobody asks for the area under the curve."""
+    """Rows by score, of two classes; `None` if the area under the curve is not requested."""
 
     def add(self, output: Array, label: Array) -> None:
         """Counts some rows.
@@ -149,7 +149,7 @@ class ClassSums:
             self.by_score.add(raw[:, 1], index)
 
     def merge(self, other: ClassSums) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         self.count, self.loss = self.count + other.count, self.loss + other.loss
         self.classes = max(self.classes, other.classes)
         for key, count in other.confusion.items():
@@ -214,7 +214,7 @@ class ValueSums:
         self.merge(ValueSums(len(wanted), float((wrong**2).sum()), float(np.abs(wrong).sum()), mean, spread))
 
     def merge(self, other: ValueSums) -> None:
-        """Adds what another task has counted."""
+        """Adds the counts of another task."""
         count = self.count + other.count
         if not count:
             return
@@ -251,7 +251,7 @@ def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True
 
 
 def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
-    """What a task does: predicts its rows, and yields one row of what they add up to.
+    """Returns a task's function, which predicts its rows and yields one row with their sums.
 
     Args:
         predictor: of the framework.

@@ -27,7 +27,7 @@ class Layer:
     """Sizes and settings, as the framework writes them."""
     parameters: int
     trained: int
-    """Of the parameters, those that training changes."""
+    """Number of parameters that training changes."""
     size: int
     """Bytes of the parameters."""
 

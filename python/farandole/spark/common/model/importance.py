@@ -26,7 +26,7 @@ _LESS_IS_BETTER = ("log_loss", "mse", "rmse", "mae")
 def permuted(
     predictor: Any, label: Any, start: ClassSums | ValueSums, columns: Sequence[int], seeds: Sequence[int]
 ) -> Any:
-    """What a task does: yields one row of what its rows add up to, as they are and with each column exchanged.
+    """Returns a task's function: it yields one row with the sums of its rows, unchanged and with each column exchanged.
 
     Args:
         predictor: of the framework.
@@ -74,7 +74,7 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]
 def importances(
     found: Mapping[Any, ClassSums | ValueSums], names: Mapping[int, str], metric: str | None
 ) -> dict[str, float]:
-    """How much worse the metric gets, by column, the largest first.
+    """Returns how much worse the metric gets for each column, in descending order.
 
     Args:
         found: what all tasks have counted, as `permuted` says.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from farandole.spark.common.model.outputs import numbered
+from farandole.stores import durable
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +39,7 @@ _CHECKED = 64
 _MADE_UP = 8
 """Rows of a made-up batch; another number than the exporter has seen."""
 _LENGTH = 5
-"""Of lists, in a made-up batch of a ragged input."""
+"""Length of the lists in a made-up batch of a ragged input."""
 
 
 class DiffersError(ValueError):
@@ -126,6 +127,8 @@ def _packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def placed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A place beside a path for a file that takes the path when the context ends without an error.
 
+    It then survives a loss of power, and at every moment before, the file that had the path does.
+
     Args:
         path: of the file. Other files that are written beside it, such as weights, come along.
     """
@@ -133,8 +136,10 @@ def placed(path: str | os.PathLike[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         made = Path(folder) / target.name
         yield made
+        durable.synchronize(Path(folder).absolute())
         for part in sorted(Path(folder).iterdir(), key=lambda one: one == made):
             part.replace(target.parent / part.name)  # the file itself comes last, weights beside it first
+        durable.Disk().sync(target.parent)
 
 
 def batch_of(one: Mapping[str, Any], rows: int, length: int = _LENGTH) -> Array:

@@ -37,7 +37,7 @@ class Output:
 
     @property
     def kind(self) -> str:
-        """What a prediction becomes: `vector`, or NumPy's name of a number.
+        """The type of a prediction: `vector`, or NumPy's name of a number.
 
         As in Horovod a number for an integer label is rounded to an integer, halves to even; one for a boolean label
         stays a float.
@@ -77,7 +77,7 @@ def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
 
 
 def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]) -> list[Output]:
-    """Predicts one row to see what a model returns.
+    """Predicts one row to find the outputs of a model.
 
     Args:
         dataset: to be transformed.

@@ -35,7 +35,7 @@ _STEP_SECONDS: Final = 0.5
 _POINTS: Final = 2000
 """Points after which twice the time passes between two."""
 _LAST_ATTEMPTS: Final = 3
-"""How often the end of a fit tries to write a file."""
+"""The number of attempts to write a file at the end of a fit."""
 _AGAIN_SECONDS: Final = 1.0
 _NUMBERS: Final = ("loss", "rows_per_second")
 _LOG = logging.getLogger("farandole")

@@ -24,7 +24,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.runs.code import (
+from farandole.spark.common.runs.code_digests import (
     is_array,
     is_code,
     is_module,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _DEEPEST = 8
 _SHORT = 60
 _MOST = 10_000
-"""How many elements of one collection are looked at."""
+"""The maximum number of elements of a collection that enter the digest."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _HEX = 16
 
@@ -285,7 +285,7 @@ def _counts(value: Any) -> bool:
 
 
 def optimizer(value: Any) -> list[dict[str, Any]]:
-    """What a torch optimizer was made with: the options of its groups, and how many tensors each has.
+    """Describes the arguments of a torch optimizer: the options of its groups, and the number of tensors in each.
 
     Args:
         value: a `torch.optim.Optimizer`.
@@ -304,4 +304,4 @@ _PLAIN: tuple[tuple[Any, Any], ...] = (
     (functools.partial, lambda value, go: ["partial", go(value.func), go(value.args), go(value.keywords)]),
     (types.MethodType, lambda value, go: ["method", go(value.__func__), go(value.__self__)]),
 )
-"""How values of Python's own classes are told."""
+"""The description of values of built-in classes."""

@@ -79,7 +79,7 @@ def _is_tuned(frame: FrameType | None) -> bool:
 def begin(
     remote: RemoteStore, run_id: str, fingerprint: Fingerprint, epochs: int, *, force: bool, tell: Callable[[str], None]
 ) -> None:
-    """Makes sure that a run continues with what it was started with, and notes it for a new run. The run is held.
+    """Checks that a run continues with its original arguments; a new run stores them. The run is held.
 
     Args:
         remote: the run's paths.

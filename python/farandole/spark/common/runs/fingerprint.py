@@ -50,7 +50,7 @@ ELSEWHERE = frozenset(
         "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
         "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
         "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
-        "statistics", "gc_older_than",
+        "statistics", "gc_older_than", "allow_pickle",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits.
@@ -61,7 +61,7 @@ run must be able to go on with the processes that there are, as an elastic job d
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
 INITIAL = "initial weights"
-"""The part that a run which goes on does not need: its checkpoint has other ones by then."""
+"""The part that a continued run does not need, because its checkpoint has newer weights."""
 LOGGING = frozenset(
     {
         "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger", "RemoteMonitor", "TensorBoard",
@@ -81,7 +81,7 @@ _READERS = 16
 _TAIL = 8
 _HEX = 16
 _VERSION = 3
-"""Of what digests contain: those of another version cannot be compared."""
+"""Version of the digests. Digests of different versions cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Difference:
-    """A part that is not what it was."""
+    """A part that has changed."""
 
     name: str
     before: str
@@ -128,7 +128,7 @@ class Fingerprint:
     length: tuple[Part, ...] = ()
 
     def compare(self, now: Fingerprint) -> list[Difference]:
-        """What is not as it was; initial weights and the length of the run aside.
+        """Returns the differences, except those of initial weights and of the run's length.
 
         Args:
             now: the fingerprint of the fit that wants to continue.
@@ -139,7 +139,7 @@ class Fingerprint:
         return [Difference(name, old.told, new.told) for old, new, name in pairs if old.digest != new.digest]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
-        """Whether the model that a fit was given starts from other weights than the run did.
+        """Whether the initial weights of a fit's model differ from those of the run.
 
         Args:
             now: the fingerprint of that fit.
@@ -149,7 +149,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Of everything, length and initial weights included: equal ones are of equal fits."""
+        """The digest of everything, with length and initial weights: equal fits have equal digests."""
         whole = json.dumps(sorted([one.name, one.digest] for one in (*self.parts, *self.length)))
         return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
 
@@ -198,7 +198,7 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
 
 
 def of_data(prepared: PreparedData) -> list[Part]:
-    """The rows on each side, by what their manifests say, or the footers of files that somebody else wrote.
+    """The rows on each side, by what their manifests say, or the footers of files from other programs.
 
     Args:
         prepared: the data.
@@ -224,7 +224,7 @@ def _side(name: str, url: str, rows: int) -> Part:
 
 
 def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
-    """What the footers of Parquet files say: sizes and, by column and row group, the least and the largest value."""
+    """Returns sizes from the footers of Parquet files and, by column and row group, the smallest and largest value."""
     store = NativeStore(base)
 
     def footer(file: dict[str, Any]) -> list[Any]:

@@ -112,14 +112,14 @@ class Stop:
     def close(self) -> None:
         """Removes the request."""
         if self.asked and self._store.run_path is not None:
-            with contextlib.suppress(OSError):  # nobody takes it for another fit's
+            with contextlib.suppress(OSError):  # it must not be taken for another fit's
                 native.Store(self._store.run_path).delete(NAME)
 
 
 class Halt:
     """Tells one rank whether to end the run; all ranks get the same answer after the same step.
 
-    Where nobody can stop the fit, it costs nothing. One serves all worlds of an elastic fit, and is closed at its end.
+    If the fit cannot be stopped, it costs nothing. One serves all worlds of an elastic fit, and is closed at its end.
 
     Args:
         store: Of the run.

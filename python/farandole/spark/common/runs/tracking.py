@@ -38,7 +38,7 @@ class Example(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """What a run is trained or validated on.
+    """The data that a run is trained or validated on.
 
     Attributes:
         url: Its place.
@@ -55,7 +55,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     """Logs nothing; what logs something derives from it."""
 
     def report(self, record: dict[str, Any]) -> None:
-        """Takes what a worker has sent."""
+        """Takes a worker's report."""
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
         """Takes the trained model.
@@ -227,7 +227,7 @@ class MlflowTracker(_Service):
         self._library.end_run(status="FAILED" if failed else "FINISHED")
 
     def _system_metrics(self) -> dict[str, bool]:
-        """Asks for the load of this host, where MLflow and psutil can tell it and nobody has decided otherwise."""
+        """Asks for the load of this host, if MLflow and psutil can measure it and the user has not decided."""
         known = "log_system_metrics" in inspect.signature(self._library.start_run).parameters
         decided = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
         return {"log_system_metrics": True} if known and not decided and find_spec("psutil") is not None else {}

@@ -18,7 +18,7 @@ from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 
 from farandole.spark.common.saving import places
 from farandole.spark.common.saving.saved import Saved
-from farandole.stores.consent import check_load
+from farandole.stores.consent import PARAMETER, check_load
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -59,6 +59,7 @@ class ParamsWriter(MLWriter):
         """Writes the object to a path."""
         instance, session = self.instance, self.sparkSession
         values = {param.name: value for param, value in instance._paramMap.items() if value is not None}
+        values.pop(PARAMETER, None)  # a file must not contain the consent to run what it contains
         plain, parts = self.parts({name: value for name, value in values.items() if name not in _PLACES})
         metadata = {
             "class": f"{type(instance).__module__}.{type(instance).__name__}",
@@ -67,7 +68,9 @@ class ParamsWriter(MLWriter):
             "uid": instance.uid,
             "paramMap": plain,
             "places": places.told(values),
-            "defaultParamMap": {param.name: value for param, value in instance._defaultParamMap.items()},
+            "defaultParamMap": {
+                param.name: value for param, value in instance._defaultParamMap.items() if param.name != PARAMETER
+            },
         }
         Saved(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
 
@@ -126,8 +129,10 @@ class ParamsReader(MLReader[T]):
         metadata = saved.metadata(f"{self.kind.__module__}.{self.kind.__name__}")
         loaded: Any = self.kind()
         loaded._resetUid(metadata["uid"])
-        known = {name: value for name, value in metadata["paramMap"].items() if loaded.hasParam(name)}
-        defaults = {name: value for name, value in metadata["defaultParamMap"].items() if loaded.hasParam(name)}
+        known, defaults = (
+            {name: value for name, value in metadata[which].items() if loaded.hasParam(name) and name != PARAMETER}
+            for which in ("paramMap", "defaultParamMap")
+        )
         DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
         self.restore(loaded, saved.parts(metadata), path)
         places.put(loaded, metadata.get("places"), path)

@@ -15,6 +15,11 @@ refused.
 
 Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
 `az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
+
+The native reader reads the Parquet files of local directories and of the native store. What a damaged or hostile file
+claims about its sizes cannot make the rows take more memory than `_ROOM` and `_RATIO` times the file's size, or four
+times as much while they are decoded. New files are written without compression and dictionaries, so their content is
+not larger than they are. Elsewhere Spark's own reader reads them, in its JVMs, whose heaps have a limit.
 """
 
 # ruff: noqa: PLC0415, SLF001 - loaded where it is needed; Spark's own helpers
@@ -26,22 +31,31 @@ import io
 import json
 import logging
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from farandole._native import reader
 from farandole._native import store as native
 from farandole.stores import durable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pyspark.sql import SparkSession
 
 FORMAT = 1
 """The version of these files."""
 _CHUNK = 16 << 20
+_ROOM = 128 << 20
+_RATIO = 32
+"""The rows of a directory take at most `_ROOM` bytes and `_RATIO` times what its files have: earlier versions wrote
+files with Snappy, which makes values at most 22 times smaller."""
+_LAYOUT = {"compression": "uncompressed", "parquet.enable.dictionary": "false"}
+"""Options of Spark for the Parquet files."""
 _DATA = "part string, chunk int, bytes binary"
+_COLUMNS = ["part", "chunk", "bytes"]
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _FILE = re.compile(r"^file:(//)?(?=/)")
 _log = logging.getLogger("farandole")
@@ -121,6 +135,7 @@ class Saved:
             {**metadata, "save": {"data": data, "number": number, "format": FORMAT}}, separators=(",", ":")
         )
         self._files.write_rows(data, [chunk for name, part in parts.items() for chunk in _chunks(name, part)])
+        self._synchronize()  # a loss of power must not leave metadata without its data
         self._files.write_text(identity, text)
         self._synchronize()
         for name in old or []:
@@ -136,7 +151,7 @@ class Saved:
                 )
 
     def _synchronize(self) -> None:
-        """Has a file system of this host keep what was written, before anything older is deleted."""
+        """Has a file system of this host keep what was written, before anything follows that needs it."""
         plain = _FILE.sub("", self._path)
         # Spark may have another file system in mind for a path without a scheme: then there is nothing of ours here.
         if "://" not in plain and Path(plain).is_dir():
@@ -200,12 +215,7 @@ class _StoreFiles:
         return [line for name in names for line in self._store.read(name).decode().splitlines()]
 
     def rows(self, directory: str) -> Iterable[_Row]:
-        import pyarrow.parquet as pq
-
-        for name, _ in self._store.list():
-            if name.endswith(".parquet") and name.rpartition("/")[0] == directory:
-                for row in pq.read_table(io.BytesIO(self._store.read(name))).to_pylist():
-                    yield row["part"], row["chunk"], row["bytes"]
+        return _rows(self._store, directory)
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
         self._store.write(f"{directory}/part-00000.parquet", _parquet(rows))
@@ -224,11 +234,15 @@ class _SparkFiles:
         self._path = path
         self._session = session
         self._hadoop: tuple[Any, Any] | None = None
+        self._local: native.Store | None = None
         if not _is_connect(session):
             classic: Any = session
             root = classic._jvm.org.apache.hadoop.fs.Path
             configuration = classic._jsparkSession.sessionState().newHadoopConf()
-            self._hadoop = root(path).getFileSystem(configuration), root
+            files = root(path).getFileSystem(configuration)
+            self._hadoop = files, root
+            if files.getUri().getScheme() == "file":
+                self._local = native.Store(files.makeQualified(root(path)).toUri().getPath())
 
     def exists(self) -> bool:
         if self._hadoop is None:
@@ -262,13 +276,15 @@ class _SparkFiles:
             raise
 
     def rows(self, directory: str) -> Iterable[_Row]:
+        if self._local is not None:
+            return _rows(self._local, directory)
         # Directly in `data` there may be directories of other saves besides.
         found = f"{self._path}/{directory}" + ("/*.parquet" if directory == "data" else "")
         return [(row.part, row.chunk, bytes(row.bytes)) for row in self._session.read.parquet(found).collect()]
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
         frame = self._session.createDataFrame(rows, _DATA).coalesce(1)
-        frame.write.mode("errorifexists").parquet(f"{self._path}/{directory}")
+        frame.write.mode("errorifexists").options(**_LAYOUT).parquet(f"{self._path}/{directory}")
 
     def write_text(self, identity: str, text: str) -> None:
         del identity  # Spark's names are unique
@@ -279,6 +295,41 @@ class _SparkFiles:
         if self._hadoop is not None:
             files, path = self._hadoop
             files.delete(path(f"{self._path}/{name}"), True)
+
+
+def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
+    """The rows of the Parquet files directly in a directory, one at a time, in bounded memory.
+
+    Raises:
+        ValueError: the rows take more than files of this size can have.
+    """
+    found = [
+        (name, size)
+        for name, size in store.list()
+        if name.rpartition("/")[0] == directory and name.endswith(".parquet") and _is_visible(name)
+    ]
+    if not found:
+        return
+    most = _ROOM + _RATIO * sum(size for _, size in found)
+    files = reader.Dataset.open_files(store.url, [(name, {}) for name, _ in found])
+    rows = reader.Reader(files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1)
+    kinds = [(one.name, one.dtype, one.shape) for one in rows.columns]
+    if kinds != [(name, kind, ()) for name, kind in zip(_COLUMNS, ("utf8", "int32", "binary"), strict=True)]:
+        raise ValueError(f"the columns of {store.url}/{directory} are not those of a save: {kinds}")
+    taken = 0
+    for row in rows.epoch(0):
+        part, data = _value(row, "part"), _value(row, "bytes")
+        taken += len(part) + len(data)
+        if taken > most:
+            raise ValueError(f"the rows of {store.url}/{directory} take more than {most} bytes, as no save does")
+        yield part.decode(), int.from_bytes(row.column("chunk"), sys.byteorder, signed=True), data
+
+
+def _value(row: reader.Batch, name: str) -> bytes:
+    """The value of a column in a batch of one row."""
+    bounds, values = row.texts(name)
+    first, last = memoryview(bounds).cast("q")
+    return values if last - first == len(values) else values[first:last]
 
 
 def _is_visible(name: str) -> bool:
@@ -328,5 +379,7 @@ def _parquet(rows: list[tuple[str, int, bytearray]]) -> bytes:
     part, chunk, data = zip(*rows, strict=True) if rows else ((), (), ())
     columns = [pa.array(part, pa.string()), pa.array(chunk, pa.int32()), pa.array(map(bytes, data), pa.binary())]
     file = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]), file)
+    # A row group for each row, so that a reader needs memory for one.
+    table = pa.Table.from_arrays(columns, names=_COLUMNS)
+    pq.write_table(table, file, row_group_size=1, compression="none", use_dictionary=False)
     return file.getvalue()

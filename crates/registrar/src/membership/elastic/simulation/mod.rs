@@ -100,7 +100,7 @@ struct Run {
     work: u64,
     last: Vec<u32>,
     over: Option<String>,
-    /// What a registrar that dies is made of again, in half of the jobs.
+    /// The state from which a dead registrar is made again, in half of the jobs.
     journal: Option<Kept>,
     dying: bool,
     /// Since when there is none.
@@ -328,7 +328,7 @@ impl Run {
         }
     }
 
-    /// What a peer's engine would say of it.
+    /// The report that a peer's engine would make of it.
     fn is_silent(&self, task: u32) -> bool {
         let Some(process) = self.processes.get(&task) else { return true };
         (process.dead && !process.returned) || process.stopped_until > self.now

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Sources of rows to prepare: files, tables, frames and streams, as record batches in bounded memory.
+
+A source is a list of units, each a stream of record batches: a bundle of row groups of a Parquet file, another file, a
+table. Units are read separately, so a preparation can continue with missing units, and an error names the file. pyarrow
+reads the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.inputs import files as found_files
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark
+from farandole.data.inputs.tables import iceberg_at
+from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+UNIT_BYTES = 128 << 20
+"""Bytes of Parquet, encoded, that are one unit."""
+_BATCH_BYTES = 4 << 20
+_BLOCK_BYTES = 4 << 20
+_FORMATS = {
+    "parquet": "parquet",
+    "pq": "parquet",
+    "csv": "csv",
+    "tsv": "csv",
+    "json": "json",
+    "jsonl": "json",
+    "ndjson": "json",
+    "arrow": "ipc",
+    "ipc": "ipc",
+    "feather": "ipc",
+}
+_TYPED = ("parquet", "ipc")
+"""Formats whose files say what types they have; those of others are guessed from each file's first block."""
+
+
+def open_source(
+    source: Any,
+    *,
+    format: str | None = None,  # noqa: A002 - as pyarrow calls it
+    types: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Source:
+    """Opens a source and finds its columns and units.
+
+    Args:
+        source: See `farandole.data.prepare_data`.
+        format: Of files.
+        types: Types by column, for formats that have none.
+        options: Of CSV and JSON.
+
+    Returns:
+        Its columns and units; nothing but the beginnings or the footers of files has been read.
+
+    Raises:
+        ImportError: pyarrow, or the client of a Delta or Iceberg table, is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: Files that cannot be read, or that disagree; the message names the file.
+        TypeError: Nothing that holds rows.
+    """
+    try:
+        import pyarrow  # noqa: F401, ICN001, PLC0415 - a process that only trains needs none
+    except ImportError as error:
+        raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
+
+    iceberg = iceberg_at(source)
+    found = None if iceberg is not None else listed(source, format, types, options)
+    if found is not None:
+        return _fragments(*found)
+    if is_arrow_dataset(source):
+        return _dataset(source)
+    opened = frame_source(source if iceberg is None else iceberg)
+    if opened is not None:
+        return opened
+    kind = type(source)
+    if is_spark(source):
+        raise TypeError(
+            "a Spark DataFrame is prepared by estimator.fit, or by farandole.spark.common.util.prepare_data"
+        )
+    raise TypeError(
+        "a source must be a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a "
+        "pyarrow or Ray dataset, "
+        f"or anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def listed(
+    source: Any, given: str | None, types: Mapping[str, Any] | None, options: Mapping[str, Any] | None
+) -> tuple[list[Any], str, bool] | None:
+    """The pyarrow datasets behind a path or a list of paths; `None` for other values.
+
+    Args:
+        source: Perhaps a path.
+        given: The format, or `None` where names tell.
+        types: Types by column.
+        options: Of the format.
+
+    Returns:
+        The datasets, what tells their files and versions from others, and whether files say their types.
+    """
+    given_paths = list(source) if isinstance(source, list | tuple) else [source]
+    if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
+        return None
+    paths = [os.fspath(one) for one in given_paths]
+    for path in paths:
+        table = delta_table(path)
+        if table is not None:
+            if len(paths) > 1:
+                raise ValueError(f"a Delta table must be the only source: {path}")
+            return [table.to_pyarrow_dataset()], f"delta {path} {table.version()}", True
+    places = [found_files.find(path) for path in paths]
+    everything = [file for place in places for file in place.files]
+    kind, endings = given, found_files.extensions(everything)
+    if kind is None:
+        kinds = {_FORMATS.get(ending) for ending in endings}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is None:
+            shown = ", ".join(sorted(f".{ending}" for ending in endings))
+            raise ValueError(f"the format is unknown for names that end in {shown}: pass format=")
+    if kind not in _FORMATS.values():
+        raise ValueError(f"format must be one of {', '.join(sorted(set(_FORMATS.values())))}: {kind}")
+    tabs = {"delimiter": "\t"} if endings == {"tsv"} else {}
+    reading = _format(kind, types or {}, {**tabs, **(options or {})})
+    datasets = [one for one in (_opened(place, kind, reading) for place in places) if one is not None]
+    if not datasets:
+        raise ValueError(f"all files are empty: {', '.join(paths)}")
+    told = [kind, repr(sorted((types or {}).items())), repr(sorted((options or {}).items()))]
+    told += sorted(file.version for file in everything)
+    print_ = "files " + hashlib.sha256("\n".join(told).encode()).hexdigest()
+    return datasets, print_, kind in _TYPED
+
+
+def delta_table(path: str) -> Any:
+    """The Delta table in a directory, read by its log; `None` where there is none.
+
+    Args:
+        path: A path or URL.
+
+    Raises:
+        ImportError: There is one, and deltalake is not installed.
+    """
+    from farandole._native import store as native  # noqa: PLC0415 - as above
+
+    directory = native.Store(path)
+    if any(magic in path for magic in "*?[") or not directory.exists("_delta_log"):
+        return None
+    try:
+        from deltalake import DeltaTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
+        ) from error
+    if directory.local_path is not None:
+        return DeltaTable(directory.local_path)
+    return DeltaTable(directory.url, storage_options=native.options_of(directory.url))
+
+
+def _opened(place: found_files.Found, kind: str, reading: Any) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    # pyarrow takes a text without a line for a mistake; here it is a file without rows.
+    paths = [file.path for file in place.files if file.size > 0 or kind in _TYPED]
+    if not paths:
+        return None
+    try:
+        return ds.dataset(
+            paths, format=reading, filesystem=_filesystem(paths[0]), partitioning="hive", partition_base_dir=place.base
+        )
+    except (pa.ArrowException, OSError) as error:
+        raise _told(paths[0], error) from error
+
+
+def _filesystem(path: str) -> Any:
+    from pyarrow import fs  # noqa: PLC0415 - as above
+
+    if path.startswith("/"):
+        return fs.LocalFileSystem()
+    from farandole.stores.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
+
+    return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
+
+
+_READ = ("column_names", "autogenerate_column_names", "skip_rows", "skip_rows_after_names", "encoding")
+_PARSE = ("delimiter", "quote_char", "double_quote", "escape_char", "newlines_in_values", "ignore_empty_lines")
+_CONVERT = (
+    "null_values",
+    "true_values",
+    "false_values",
+    "decimal_point",
+    "strings_can_be_null",
+    "quoted_strings_can_be_null",
+    "timestamp_parsers",
+)
+
+
+def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow.csv as csv  # noqa: PLC0415, PLR0402 - as above
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+    import pyarrow.json as json  # noqa: PLC0415, PLR0402 - as above
+
+    known = {"csv": (*_READ, *_PARSE, *_CONVERT), "json": ("newlines_in_values",)}.get(kind, ())
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise ValueError(f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}")
+    if types and kind in _TYPED:
+        raise ValueError(f"files of {kind} contain their types, which cannot be set: types={dict(types)}")
+    kinds = {name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()}
+
+    def some(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: options[name] for name in names if name in options}
+
+    if kind == "csv":
+        return ds.CsvFileFormat(
+            parse_options=csv.ParseOptions(**some(_PARSE)),
+            read_options=csv.ReadOptions(block_size=_BLOCK_BYTES, **some(_READ)),
+            convert_options=csv.ConvertOptions(column_types=kinds, **some(_CONVERT)),
+        )
+    if kind == "json":
+        explicit = pa.schema(list(kinds.items())) if kinds else None
+        parsing = json.ParseOptions(explicit_schema=explicit, **some(("newlines_in_values",)))
+        return ds.JsonFileFormat(parse_options=parsing, read_options=json.ReadOptions(block_size=_BLOCK_BYTES))
+    return ds.ParquetFileFormat() if kind == "parquet" else ds.IpcFileFormat()
+
+
+def _dataset(dataset: Any) -> Source:
+    """A dataset of pyarrow: by its files, unless it leaves some rows out."""
+    filesystem = getattr(dataset, "filesystem", None)
+    if filesystem is None or getattr(dataset, "_scan_options", None):
+
+        def units(columns: list[str]) -> list[Unit]:
+            return [Unit("the dataset", lambda: dataset.to_batches(columns=_named(columns), **_ahead()))]
+
+        return Source(dataset.schema, None, units)
+    infos = filesystem.get_file_info(dataset.files)
+    versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
+    told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
+    return _fragments([dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False)
+
+
+def _fragments(datasets: list[Any], told: str, typed: bool) -> Source:
+
+    fragments = [fragment for dataset in datasets for fragment in dataset.get_fragments()]
+    schema = datasets[0].schema
+
+    def units(columns: list[str]) -> list[Unit]:
+        whole = _agreed(fragments, datasets, columns, typed=typed)
+        return [unit for fragment in fragments for unit in _units(fragment, whole, columns)]
+
+    return Source(schema, told, units)
+
+
+def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool) -> pa.Schema:
+    """The types of columns in all files; where files say no types, what holds the guesses of all."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    with ThreadPoolExecutor(8) as pool:
+        schemas = list(pool.map(_schema, fragments))
+    fields = {}
+    for name in columns:
+        inside = [
+            (fragment, schema) for fragment, schema in zip(fragments, schemas, strict=True) if name in schema.names
+        ]
+        if not inside:  # in the names of directories
+            fields[name] = datasets[0].schema.field(name)
+            continue
+        first, field = inside[0][0], inside[0][1].field(name)
+        for fragment, schema in zip(fragments, schemas, strict=True):
+            if name not in schema.names:
+                raise ValueError(f"no column {name!r} in {_path(fragment)}, it is in {_path(first)}")
+            other = schema.field(name)
+            if other.type == field.type:
+                continue
+            merged = None if typed else _merged(field, other)
+            if merged is None:
+                raise ValueError(
+                    f"column {name!r} is {other.type} in {_path(fragment)}, in {_path(first)} it is {field.type}"
+                )
+            field = merged
+        fields[name] = field
+    return pa.schema([field.with_nullable(True) for field in fields.values()])
+
+
+def _merged(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """A type that holds both guesses."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    try:
+        return pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive").field(0)
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+
+
+def _path(fragment: Any) -> str:
+    return getattr(fragment, "path", None) or "the dataset"
+
+
+def _schema(fragment: Any) -> pa.Schema:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    try:
+        return fragment.physical_schema
+    except (pa.ArrowException, OSError) as error:
+        raise _told(_path(fragment), error) from error
+
+
+def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Unit]:
+    name = _path(fragment)
+
+    def unit(part: Any, rows: int, *, whole: bool) -> Unit:
+        def batches() -> Iterator[pa.RecordBatch]:
+            return _told_by(name, part.to_batches(schema=schema, columns=_named(columns), **_ahead(rows)))
+
+        return Unit(name, batches, whole)
+
+    if not hasattr(fragment, "row_groups"):
+        yield unit(fragment, BATCH_ROWS, whole=False)
+        return
+    ids: list[int] = []
+    rows = size = 0
+    groups = list(fragment.row_groups)
+    for group in groups:
+        ids.append(group.id)
+        rows, size = rows + group.num_rows, size + group.total_byte_size
+        if size >= UNIT_BYTES or group is groups[-1]:
+            each = max(256, min(BATCH_ROWS, _BATCH_BYTES * max(rows, 1) // max(size, 1)))
+            yield unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
+            ids, rows, size = [], 0, 0
+
+
+def _named(columns: Sequence[str]) -> dict[str, Any]:
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    return {name: ds.field(name) for name in columns}  # as texts, names with dots would be paths
+
+
+def _ahead(rows: int = BATCH_ROWS) -> dict[str, int]:
+    return {"batch_size": rows, "batch_readahead": 2, "fragment_readahead": 1}
+
+
+def _told_by(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    try:
+        yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise _told(name, error) from error
+
+
+def _told(name: str, error: Exception) -> Exception:
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{name} is gone: {error}")
+    hint = "; types={...} says what a column is" if "conversion error" in str(error) else ""
+    kind = OSError if isinstance(error, OSError) else ValueError
+    return kind(f"cannot read {name}: {error}{hint}")

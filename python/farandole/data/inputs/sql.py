@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Rows of a query on files, tables and frames.
+
+Apache DataFusion's own Python package runs the query. It comes as a wheel, streams its results through the Arrow C
+interface, and spills to disk if its share of memory is not sufficient. Building the same engine into our extension
+would take a quarter of an hour, so there is no crate for it here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.inputs.frames import held
+from farandole.data.inputs.sources import Source, Unit, listed
+from farandole.data.inputs.tables import iceberg_at, iceberg_print, is_iceberg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+MEMORY = 256 << 20
+"""Bytes that sorts, joins and groups may hold before they spill."""
+TABLE = "source"
+"""The name of a source in a query if it has no other name."""
+_MOMENTS = ("random(", "now(", "current_", "uuid(", "today(")
+
+
+def query(
+    source: Any,
+    sql: str,
+    *,
+    format: str | None = None,  # noqa: A002 - as pyarrow calls it
+    types: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Source:
+    """The rows of a query on a source.
+
+    Args:
+        source: As for `open_source`, the table `source`; or several by the names that the query has for them.
+        sql: A select.
+        format: Of files.
+        types: Types by column, for formats that have none.
+        options: Of CSV and JSON.
+
+    Returns:
+        The query's columns, and one stream of its rows.
+
+    Raises:
+        ImportError: datafusion is not installed.
+        ValueError: A query that does not fit.
+    """
+    try:
+        import datafusion  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("sql= needs DataFusion: pip install 'farandole[sql]'") from error
+
+    runtime = datafusion.RuntimeEnvBuilder().with_disk_manager_os().with_fair_spill_pool(MEMORY)
+    context = datafusion.SessionContext(datafusion.SessionConfig(), runtime)
+    prints = []
+    for name, one in source.items() if isinstance(source, Mapping) else [(TABLE, source)]:
+        prints.append((name, _register(context, name, one, format, types, options)))
+    try:
+        frame = context.sql(sql)
+        schema = frame.schema()
+    except Exception as error:
+        raise ValueError(f"not a query of {', '.join(name for name, _ in prints)}: {error}") from error
+    known = [text for _, text in prints if text is not None]
+    fixed = len(known) == len(prints) and not any(moment in sql.lower() for moment in _MOMENTS)
+    told = hashlib.sha256("\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()).hexdigest()
+
+    def units(columns: list[str]) -> list[Unit]:
+        return [Unit("the query", lambda: _stream(frame, columns))]
+
+    # Without an order of its own, a query gives its rows in another one each time.
+    return Source(schema, f"query {told}" if fixed else None, units, ordered=False)
+
+
+def _register(
+    context: Any,
+    name: str,
+    source: Any,
+    kind: str | None,
+    types: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
+) -> str | None:
+    import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
+
+    iceberg = source if is_iceberg(source) else iceberg_at(source)
+    if iceberg is not None:
+        context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
+        return iceberg_print(iceberg)
+    found = listed(source, kind, types, options)
+    if found is not None:
+        datasets, told, _ = found
+        context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
+        return told
+    table = held(source)
+    if table is None:
+        raise TypeError(f"a query can read files, tables and frames: {name} is a {type(source).__name__}")
+    context.register_record_batches(name, [table.to_batches()])
+    return None
+
+
+def _stream(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    try:
+        for batch in pa.RecordBatchReader.from_stream(frame):
+            yield batch.select(columns)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"the query failed: {error}") from error

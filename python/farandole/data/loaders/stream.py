@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`StreamLoader`: batches of rows that come in time order and may never end.
+
+Every rank reads the whole stream and keeps its own rows, so ranks agree on the number of batches without communication.
+Windows of rows are shuffled. The rows of a window do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from farandole.data.arrays import wrapper
+from farandole.data.data_loader_base import BaseDataLoader
+from farandole.data.inputs.frames import is_ray_shard, ray_tables
+from farandole.data.loader import _world
+from farandole.data.transform import Shapes, _checked, from_arrow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+    Batch = dict[str, Any]
+
+_STATE_VERSION = 1
+
+
+class StreamLoader(BaseDataLoader):
+    """One rank's batches of a stream of Arrow record batches.
+
+    In each step, all ranks together take the next `size * batch_size` rows of the stream. If the stream ends, the last
+    step has fewer rows, and some ranks may have none. The iteration ends, too, and the next one begins the stream
+    again.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[int], Any] | Any,
+        batch_size: int,
+        columns: Sequence[str] | None = None,
+        *,
+        steps_per_epoch: int | None = None,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+        rank: int | None = None,
+        size: int | None = None,
+        framework: Literal["numpy", "torch"] = "numpy",
+        transformation_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Stores the arguments; reading starts with the first iteration.
+
+        Args:
+            source: A function that takes the number of a row and returns an iterable of record batches or tables which
+                begins with this row; it must return the same rows each time. Or any source of
+                `farandole.data.prepare_data`, which is read in order; to resume, rows before the place are read again.
+                Queries, Iceberg tables and Ray data sets have no order: one rank alone can read them. Or this rank's
+                shard of a Ray data set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
+                can be resumed only where a pass over them begins.
+            batch_size: Rows of one batch of this rank.
+            columns: Which columns; default: all.
+            steps_per_epoch: Batches of one iteration. The next one continues after them. Without it, an iteration lasts
+                until the stream ends.
+            shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0: in the order of the
+                stream.
+            seed: Of the shuffle; the same on every rank.
+            rank: This rank; default: that of the running job, or 0; for a shard, 0.
+            size: How many ranks share the stream; default: that of the running job, or 1; for a shard, 1.
+            framework: Arrays of NumPy or tensors of torch.
+            transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
+                dict of arrays. For a rank without rows it is called with one row, and what it returns is left out. If
+                its first result has no rows, it is called with the whole window, to learn their shape.
+
+        Raises:
+            ValueError: A number out of range, a column that the source does not have, a source for several ranks
+                whose rows may come in a different order each time, or a shard that several ranks are to share.
+            TypeError: A source that holds no rows.
+        """
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch, 1),
+            ("shuffle_rows", shuffle_rows, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number, {least} or more: {value!r}")
+        if isinstance(columns, str):
+            raise ValueError(f"columns must be a list of names: {columns!r}")
+        shard = is_ray_shard(source)
+        if shard and (rank, size) not in ((None, None), (0, 1)):
+            raise ValueError(
+                f"a shard of a Ray data set is one rank's already: pass no rank and no size: {rank}, {size}"
+            )
+        here, everywhere = (0, 1) if shard else _world() if rank is None or size is None else (rank, size)
+        self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
+        self.batch_size, self.seed = batch_size, seed
+        self._columns = None if columns is None else list(columns)
+        self._steps = steps_per_epoch
+        self._round = self.size * batch_size
+        if shuffle_rows % self._round:
+            raise ValueError(
+                f"shuffle_rows must be a multiple of size * batch_size, which is {self._round}: {shuffle_rows}"
+            )
+        self._window = shuffle_rows
+        self._read: Callable[[int], Any]
+        if shard:
+            self._read = _of_shard(source)
+        else:
+            self._read = source if callable(source) else _reading(source, self._columns, self.size)
+        self._transform = transformation_fn
+        self._shapes = Shapes()
+        self._wrap = wrapper(framework)
+        self._start = (0, 0, 0)
+        """Start of the next iteration: the pass, the first row of the window, and rows already taken from it."""
+        self._done = 0
+        """Steps of the iteration that were done before it was resumed."""
+        self._rounds: Generator[tuple[tuple[int, int, int], Batch | None]] | None = None
+        self._made = self._taken = (*self._start, 0)
+
+    def __len__(self) -> int:
+        """Batches of the next iteration.
+
+        Raises:
+            TypeError: Only the stream knows.
+        """
+        if self._steps is None:
+            raise TypeError("a stream has no length: set steps_per_epoch")
+        return self._steps - self._done
+
+    def _iterate(self) -> Iterator[Batch]:
+        first = done = self._done
+        self._done = 0
+        rounds = self._rounds = self._rounds or self._passes()
+        ends = 0
+        while self._steps is None or done < self._steps:
+            try:
+                place, batch = next(rounds)
+            except BaseException:  # a generator that has raised is over: the next iteration reads again from here
+                if self._rounds is rounds:
+                    self._rounds, self._start = None, self._made[:3]
+                raise
+            if batch is None:  # the stream has ended, perhaps with the last batch of the iteration before
+                ends += 1
+                if ends > 1 or done > first:
+                    return
+                continue
+            done += 1
+            self._made = (*place, done % self._steps if self._steps else 0)
+            yield batch
+
+    def _passes(self) -> Generator[tuple[tuple[int, int, int], Batch | None]]:
+        """Batches, each with the place after it; between two passes over the stream, none."""
+        number, start, taken = self._start
+        while True:
+            yield from self._pass(number, start, taken)
+            number, start, taken = number + 1, 0, 0
+            self._made = self._taken = (number, 0, 0, 0)
+            yield (number, 0, 0), None
+
+    def _pass(self, number: int, start: int, taken: int) -> Iterator[tuple[tuple[int, int, int], Batch]]:
+        import numpy as np  # noqa: PLC0415 - optional
+
+        for window in _cut(self._batches(start), self._window or self._round):
+            rows = window.num_rows
+            order = np.arange(rows)
+            if self._window:
+                order = np.random.default_rng([self.seed, number, start]).permutation(rows)
+            while taken < rows:
+                rows_of_all = order[taken : taken + self._round]
+                mine = rows_of_all[self.rank :: self.size]
+                taken = min(rows, taken + self._round)
+                place = (number, start, taken) if taken < rows else (number, start + rows, 0)
+                if len(mine):
+                    yield place, self._batch(window.take(mine), window)
+                else:  # types and shapes are those of another rank's row
+                    one = self._batch(window.take(rows_of_all[:1]), window)
+                    yield place, {name: values[:0] for name, values in one.items()}
+            start, taken = start + rows, 0
+
+    def _batches(self, start: int) -> Iterator[pa.Table]:
+        import pyarrow as pa  # noqa: PLC0415 - optional
+
+        for part in self._read(start):
+            table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
+            if not isinstance(table, pa.Table):
+                raise TypeError(f"a stream must return pyarrow record batches or tables: {type(part).__name__}")
+            lacking = [name for name in self._columns or () if name not in table.column_names]
+            if lacking:
+                raise ValueError(f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}")
+            yield table if self._columns is None else table.select(self._columns)
+
+    def _batch(self, table: pa.Table, window: pa.Table) -> Batch:
+        if (transform := self._transform) is not None:
+
+            def others() -> Generator[dict[str, Any]]:
+                yield _checked(transform(_record_batch(window)))
+
+            result = self._shapes.given(_checked(transform(_record_batch(table))), others)
+            return self._wrap(None, result, None)  # pyright: ignore[reportArgumentType]
+        arrays = {name: from_arrow(name, table.column(name), "the stream") for name in table.column_names}
+        return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
+
+    def _mark(self) -> tuple[int, int, int, int]:
+        return self._made
+
+    def _reached(self, mark: tuple[int, int, int, int]) -> None:
+        self._taken = mark
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the consumer, the same on every rank after the same number of batches.
+
+        It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
+        """
+        number, start, taken, done = self._taken
+        return {
+            "version": _STATE_VERSION,
+            "pass": number,
+            "row": start,
+            "taken": taken,
+            "steps": done,
+            "seed": self.seed,
+            "shuffle_rows": self._window,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration continue where a state was taken.
+
+        Args:
+            state: From `state_dict`; its seed replaces this loader's.
+
+        Raises:
+            ValueError: A state with other windows, or that this version cannot read.
+        """
+        if state.get("version") != _STATE_VERSION or "shuffle_rows" not in state:
+            raise ValueError(f"not a state of StreamLoader: version {state.get('version')}")
+        if state["shuffle_rows"] != self._window:
+            raise ValueError(f"the state has shuffle_rows={state['shuffle_rows']}, this loader {self._window}")
+        self.close()
+        self.seed = int(state["seed"])
+        self._start = (int(state["pass"]), int(state["row"]), int(state["taken"]))
+        self._done = int(state["steps"]) % self._steps if self._steps else 0
+        self._made = self._taken = (*self._start, self._done)
+
+    def close(self) -> None:
+        """Ends reading. The next iteration continues at the position of the consumer."""
+        if self._rounds is not None:
+            self._rounds.close()
+        self._rounds = None
+        self._start = self._taken[:3]
+
+
+def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int], Iterator[Any]]:
+    """A source of `prepare_data`, from any row on."""
+    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
+
+    opened = open_source(source)
+    if size > 1 and not opened.ordered:
+        kind = type(source)
+        raise ValueError(
+            f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a different "
+            "order on each of the "
+            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or a "
+            "function that returns "
+            "the same rows each time"
+        )
+    names = opened.schema.names if columns is None else columns
+    lacking = [name for name in names if name not in opened.schema.names]
+    if lacking:
+        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(opened.schema.names)}")
+    read = False
+
+    def batches(start: int) -> Iterator[Any]:
+        nonlocal read
+        if read and not opened.again:
+            raise ValueError("the stream can be read once: pass a function that opens it again")
+        if start and not opened.ordered:
+            raise ValueError("the source returns its rows in a different order each time, so it cannot be resumed")
+        read = True
+        for unit in opened.units(names):
+            for batch in unit.batches():
+                if start < batch.num_rows:
+                    yield batch.slice(start)
+                start = max(0, start - batch.num_rows)
+
+    return batches
+
+
+def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
+    """One rank's rows of a Ray data set, whose order Ray may change with each pass."""
+
+    def tables(start: int) -> Iterator[pa.Table]:
+        if start:
+            raise ValueError("a shard of a Ray data set begins with its first row, so this state cannot be resumed")
+        return ray_tables(shard)
+
+    return tables
+
+
+def _record_batch(table: pa.Table) -> pa.RecordBatch:
+    import pyarrow as pa  # noqa: PLC0415 - optional
+
+    parts = table.combine_chunks().to_batches()
+    return parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def _cut(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """Tables of so many rows, and the rest."""
+    import pyarrow as pa  # noqa: PLC0415 - optional
+
+    held: list[pa.Table] = []
+    count = 0
+    for table in tables:
+        rest = table
+        while count + rest.num_rows >= rows:
+            held.append(rest.slice(0, rows - count))
+            rest = rest.slice(rows - count)
+            yield pa.concat_tables(held)
+            held, count = [], 0
+        if rest.num_rows:
+            held.append(rest)
+            count += rest.num_rows
+    if count:
+        yield pa.concat_tables(held)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Validation rows chosen by a column: a share of each class, whole groups, or the latest rows.
+
+As with a plain share, the choice depends only on the content of the rows and the seed, not on files, batches and tasks.
+Each side gets at least one row if the column allows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from farandole.data.tallies import Quantile, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    Hashes = npt.NDArray[Any]
+
+_SPACE = 1 << 64
+_KEPT = 1 << 16
+"""Least hashes of a class that are kept: up to so many validation rows of a class, their number is exact."""
+_CLASSES = 1000
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_NULL = 0xA5A5A5A5A5A5A5A5
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule that chooses the validation rows."""
+
+    by: Literal["stratify", "group", "time"]
+    column: str
+    share: float
+    seed: int = 0
+    hashed: tuple[str, ...] = ()
+    """Columns whose content decides, with `stratify`."""
+
+    def tally(self) -> Any:
+        """The facts about all rows that the split needs."""
+        return {"stratify": _Classes, "group": _Groups, "time": _Times}[self.by](self)
+
+    @property
+    def reads(self) -> list[str]:
+        """The columns that are looked at."""
+        return list(dict.fromkeys([self.column, *self.hashed]))
+
+
+def split_of(
+    share: float | str | None, stratify: str | None, group: str | None, time: str | None, seed: int
+) -> Split | None:
+    """The split that three arguments ask for; `None` where rows alone decide.
+
+    Args:
+        share: Of the rows, or a column.
+        stratify: Column of classes.
+        group: Column of groups.
+        time: Column of times.
+        seed: Of the choice.
+
+    Raises:
+        ValueError: More than one of them, or no share.
+    """
+    given = {"stratify": stratify, "group": group, "time": time}
+    chosen = {name: column for name, column in given.items() if column is not None}
+    if not chosen:
+        return None
+    told = " and ".join(f"validation_{name}" for name in chosen)
+    if len(chosen) > 1:
+        raise ValueError(f"at most one of validation_stratify, validation_group, validation_time: {told}")
+    if isinstance(share, str) or not share:
+        raise ValueError(f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}")
+    ((by, column),) = chosen.items()
+    return Split(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
+
+
+def hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hashes:
+    """A hash of each row.
+
+    Args:
+        batch: The rows.
+        columns: That count.
+        seed: Of the hash.
+    """
+    import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
+
+    found = np.full(batch.num_rows, _mixed(np.array([seed % _SPACE], np.uint64))[0], np.uint64)
+    for name in columns:
+        found = _mixed(found ^ _of_column(batch.column(name)))
+    return found
+
+
+def _mixed(values: Hashes) -> Hashes:
+    import numpy as np  # noqa: PLC0415 - as above
+
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(_MIX[0])
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX[1])
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX[2])
+    return values ^ (values >> np.uint64(31))
+
+
+def _of_column(column: Any) -> Hashes:
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _of_column(column.dictionary_decode())
+    if pa.types.is_struct(kind):
+        found = np.zeros(len(column), np.uint64)
+        for part in column.flatten():
+            found = _mixed(found ^ _of_column(part))
+        return found
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _of_lists(column)
+    if pa.types.is_floating(kind):
+        found = _mixed((column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) + 0.0).view(np.uint64))
+    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        whole = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64()).fill_null(0)
+        found = _mixed(whole.to_numpy(zero_copy_only=False).astype(np.uint64))
+    else:
+        coded = column.dictionary_encode()
+        own = [_of_text(str(value.as_py())) for value in coded.dictionary]
+        found = np.array([*own, 0], np.uint64)[coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+    if column.null_count:
+        found[column.is_null().to_numpy(zero_copy_only=False)] = _NULL
+    return found
+
+
+def _of_lists(column: Any) -> Hashes:
+    """Sums of the hashes of values and their places; lengths count too."""
+    import numpy as np  # noqa: PLC0415 - as above
+
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    ends = np.cumsum(lengths)
+    places = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(ends - lengths, lengths)
+    values = _mixed(_of_column(column.flatten()) ^ _mixed(places.astype(np.uint64)))
+    with np.errstate(over="ignore"):
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+        return _mixed(sums[ends] - sums[ends - lengths] + lengths.astype(np.uint64))
+
+
+def _of_text(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _texts(column: Any) -> tuple[list[str | None], Hashes]:
+    """The values of a column as texts, and which of them each row has."""
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415
+
+    coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    values = [None if value is None else str(value) for value in coded.dictionary.to_pylist()]
+    places = coded.indices.fill_null(len(values)).to_numpy(zero_copy_only=False).astype(np.int64)
+    return [*values, None], places
+
+
+@dataclass
+class _Classes:
+    """Rows of each class, and the least of their hashes."""
+
+    split: Split
+    counts: dict[str | None, int] = field(default_factory=dict)
+    least: dict[str | None, Any] = field(default_factory=dict)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts the rows of a batch."""
+        values, places = _texts(batch.column(self.split.column))
+        found = hashes(batch, self.split.hashed, self.split.seed)
+        for place, value in enumerate(values):
+            own = found[places == place]
+            if len(own):
+                self._count(value, len(own), own)
+
+    def merge(self, other: _Classes) -> None:
+        """Adds the counts of another task."""
+        for value, count in other.counts.items():
+            self._count(value, count, other.least[value])
+
+    def _count(self, value: str | None, count: int, own: Hashes) -> None:
+        import numpy as np  # noqa: PLC0415 - as above
+
+        self.counts[value] = self.counts.get(value, 0) + count
+        whole = np.sort(np.concatenate([self.least[value], own]) if value in self.least else own)
+        self.least[value] = whole[:_KEPT]
+        if len(self.counts) > _CLASSES:
+            raise ValueError(f"column {self.split.column!r} has more than {_CLASSES} classes to hold rows out of")
+
+    def sides(self) -> Sides:
+        """Returns the rule for each row's side. If a class has two rows or more, both sides get at least one.
+
+        Raises:
+            ValueError: no class has two rows that differ.
+        """
+        bounds: dict[str | None, int] = {}
+        for value, count in self.counts.items():
+            wanted = min(max(1, round(self.split.share * count)), count - 1)
+            least = self.least[value]
+            exact = wanted < len(least)
+            bounds[value] = int(least[wanted]) if exact else int(self.split.share * _SPACE) if wanted else 0
+        if not any(bounds[value] > int(self.least[value][0]) for value in bounds):
+            raise ValueError(f"column {self.split.column!r} has no class with two rows, so none can be held out")
+        return Sides(self.split, bounds=bounds)
+
+
+@dataclass
+class _Groups:
+    """The hashes of groups."""
+
+    split: Split
+    least: int = _SPACE
+    largest: int = -1
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts the rows of a batch."""
+        if batch.num_rows:
+            found = hashes(batch, [self.split.column], self.split.seed)
+            self.least, self.largest = min(self.least, int(found.min())), max(self.largest, int(found.max()))
+
+    def merge(self, other: _Groups) -> None:
+        """Adds the counts of another task."""
+        self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
+
+    def sides(self) -> Sides:
+        """Returns the rule for each group's side.
+
+        Raises:
+            ValueError: there are no two groups.
+        """
+        if self.least >= self.largest:
+            raise ValueError(f"column {self.split.column!r} has one group, so none can be held out")
+        bound = min(max(int(self.split.share * _SPACE), self.least + 1), self.largest)
+        return Sides(self.split, bound=bound)
+
+
+@dataclass
+class _Times:
+    """When rows were."""
+
+    split: Split
+    quantile: Quantile = field(default_factory=Quantile)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts the rows of a batch.
+
+        Raises:
+            ValueError: rows without a time.
+        """
+        self.quantile.add(_checked(batch.column(self.split.column), self.split.column))
+
+    def merge(self, other: _Times) -> None:
+        """Adds the counts of another task."""
+        self.quantile.merge(other.quantile)
+
+    def sides(self) -> Sides:
+        """The rule that holds out the latest rows.
+
+        Raises:
+            ValueError: all rows are of one time.
+        """
+        cut = self.quantile.below_last(1.0 - self.split.share)
+        if cut is None:
+            raise ValueError(f"column {self.split.column!r} has one time, so no rows are later than others")
+        return Sides(self.split, cut=cut)
+
+
+def _checked(column: Any, name: str) -> Any:
+    if column.null_count:
+        raise ValueError(f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be ordered")
+    return column
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The rule that holds out rows, made by a pass over all rows."""
+
+    split: Split
+    bounds: Mapping[str | None, int] = field(default_factory=dict)
+    bound: int = 0
+    cut: float = 0.0
+
+    def held_out(self, batch: pa.RecordBatch) -> pa.Array:
+        """Whether each row is for validation.
+
+        Args:
+            batch: With the columns that the split reads.
+        """
+        import numpy as np  # noqa: PLC0415 - as above
+        import pyarrow as pa  # noqa: PLC0415
+
+        split = self.split
+        if split.by == "time":
+            return pa.array(numbers(_checked(batch.column(split.column), split.column)) > self.cut)
+        if split.by == "group":
+            return pa.array(hashes(batch, [split.column], split.seed) < np.uint64(self.bound))
+        values, places = _texts(batch.column(split.column))
+        bounds = np.array([self.bounds.get(value, 0) for value in values], np.uint64)[places]
+        return pa.array(hashes(batch, split.hashed, split.seed) < bounds)

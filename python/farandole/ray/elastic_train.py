@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""An elastic job under Ray Train, in the process of Ray's controller.
+
+Ray starts the workers and replaces those that fail. The registrar decides who is in the world. This module gives each
+worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in `ray.train.report` for a
+worker that waits for them, or that has left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from farandole.ray import membership
+from farandole.ray.drains import Drains
+from farandole.ray.utils import needed
+
+if TYPE_CHECKING:
+    from farandole._native.registrar import Event
+
+logger = logging.getLogger(__name__)
+
+_WAIT = 0.25
+_LOOK_EVERY = 1.0
+_END_WITHIN = 5.0
+
+
+class Roll:
+    """The workers in the job, the workers that must leave, and the ranks in Ray without a worker.
+
+    Args:
+        least: Fewest workers that train.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._ranks: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._leaving: dict[int, str] = {}
+        self._dismissed: set[int] = set()
+        self._vacant: set[int] = set()
+        self._worlds = 0
+
+    def joined(self, task: int, rank: int) -> None:
+        """Takes in a worker.
+
+        Args:
+            task: Its number, which no other has had.
+            rank: Its rank in Ray, which its successor gets.
+        """
+        self._ranks[task] = rank
+        self._waiting.add(task)
+        self._vacant.discard(rank)
+
+    def placed(self, tasks: set[int]) -> None:
+        """Takes note of the workers of a new world."""
+        self._worlds += 1
+        self._waiting -= tasks
+
+    def ended(self, task: int) -> None:
+        """Forgets a worker. If it was dismissed, Ray replaces it only when its node is gone."""
+        rank = self._ranks.pop(task, None)
+        self._waiting.discard(task)
+        self._leaving.pop(task, None)
+        if rank is not None and task in self._dismissed and rank not in self._ranks.values():
+            self._vacant.add(rank)
+        self._dismissed.discard(task)
+
+    def has_to_leave(self, task: int, reason: str) -> None:
+        """Has a worker leave as soon as enough others are there."""
+        if task in self._ranks:
+            self._leaving[task] = reason
+
+    def dismissals(self) -> list[tuple[int, str]]:
+        """Workers that leave now, and why. A worker without which too few would train stays, and may leave later."""
+        members = self._ranks.keys() - self._waiting - self._dismissed
+        spare = len(members) - self._least
+        found = list(self._leaving.items())[: max(spare, 0)]
+        for task, _ in found:
+            self._dismissed.add(task)
+            del self._leaving[task]
+        return found
+
+    def stays(self, task: int) -> bool:
+        """Whether a worker has to leave, but stays because too few would train without it."""
+        return task in self._leaving
+
+    def blocks_reports(self) -> bool:
+        """Whether a report waits for a rank whose worker has left or waits for the next world."""
+        return self._worlds > 0 and bool(self._waiting or self._vacant)
+
+
+class Regime:
+    """One attempt of a trainer.
+
+    Args:
+        worker_group: Ray's.
+        least: Fewest ranks that train; `None` for all.
+        timeout: Seconds for which there may be fewer.
+        reset_limit: How often the world may change.
+
+    Raises:
+        ValueError: The numbers contradict each other.
+    """
+
+    def __init__(self, worker_group: Any, *, least: int | None, timeout: float, reset_limit: int | None) -> None:
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        size = len(worker_group)
+        if least is not None and least > size:
+            raise ValueError(f"min_workers must not be above the number of workers: {least} is above {size}")
+        self._barrier = worker_group.get_worker_group_state().sync_actor
+        least = least or size
+        self._registrar = Registrar.elastic(size, least, size, timeout=timeout, reset_limit=reset_limit)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._drains = Drains()
+        self._roll = Roll(least)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="farandole-ray-train", daemon=True)
+        self._thread.start()
+
+    def take_in(self, group: Any) -> None:
+        """Adds workers that Ray has started to the job; raises Ray's error if one has died."""
+        asked = []
+        for worker in group.get_workers():
+            with self._lock:
+                task = next(self._numbers)
+                self._roll.joined(task, worker.distributed_context.world_rank)
+            self._drains.worker(task, worker.metadata.node_id)
+            asked.append(worker.execute_async(membership.enlist, self._registrar.ticket, task))
+        needed().get(asked)
+
+    def close(self) -> None:
+        """Ends the job."""
+        self._over.set()
+        self._registrar.close()
+        self._thread.join(_END_WITHIN)
+
+    def _watch(self) -> None:
+        look_at = time.monotonic()
+        while not self._over.is_set():
+            for event in self._registrar.events(_WAIT):
+                self._take(event)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_EVERY
+                self._free()
+                self._dismiss()
+
+    def _take(self, event: Event) -> None:
+        with self._lock:
+            if event.kind == "assigned":
+                seats = self._registrar.assignment() or []
+                self._roll.placed({seat["task"] for seat in seats})
+                logger.info("a world of %d ranks has formed", len(seats))
+            elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
+                self._roll.ended(event.task)
+                self._drains.ended(event.task)
+                logger.info("worker %d: %s", event.task, event.text or event.kind)
+            elif event.kind == "aborted":
+                logger.warning("the job has ended: %s", event.text)
+
+    def _dismiss(self) -> None:
+        """Has workers leave nodes that Ray drains, as long as enough others train."""
+        news = self._drains.news()
+        with self._lock:
+            for task, reason in news:
+                self._roll.has_to_leave(task, reason)
+            leaving = self._roll.dismissals()
+            staying = [(task, reason) for task, reason in news if self._roll.stays(task)]
+        for task, reason in leaving:
+            self._registrar.dismiss(task, reason)
+        for task, reason in staying:
+            logger.warning(
+                "worker %d stays on its node for now, because too few would train without it: %s", task, reason
+            )
+
+    def _free(self) -> None:
+        """Lets workers go on that wait in a report for a rank that does not come."""
+        with self._lock:
+            waits = self._roll.blocks_reports()
+        if waits:
+            self._barrier.reset.remote()

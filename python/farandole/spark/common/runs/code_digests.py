@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Describes functions and classes for digests: their code, and the names that it uses.
+
+Code of Python's library, of frameworks and of Farandole counts by its name, so that an update of a package makes no
+other run. All other code counts by its instructions, without comments, docstrings, line numbers and paths. A decorator
+of a framework, such as `torch.no_grad()`, counts by the function that it wraps and the plain values that it holds.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_FRAMEWORKS = frozenset(
+    {
+        "torch", "keras", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "tensorflow", "jax",
+        "numpy", "farandole", "pyspark", "py4j",
+    }
+)  # fmt: skip
+_ARRAYS = frozenset({"numpy", "torch", "tensorflow", "jax", "jaxlib"})
+_INSTALLED = ("site-packages", "dist-packages")
+_ASIDE = frozenset({"__annotate__", "__annotate_func__"})
+_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, frozenset)
+_LINE = "__firstlineno__"
+_WRAPPERS = 32
+"""The maximum number of decorators of one function that are followed."""
+
+
+def local_name(value: Any) -> str:
+    """The name of a function or class, without that of the function it was made in.
+
+    Args:
+        value: a function or a class.
+    """
+    return str(getattr(value, "__qualname__", "")).rpartition("<locals>.")[2]
+
+
+def is_users(value: Any) -> bool:
+    """Whether a function, a class or an object's class is neither of Python's library nor of a framework.
+
+    Args:
+        value: a function, a class, or an object.
+    """
+    package = _module_of(value).partition(".")[0]
+    return package not in _FRAMEWORKS and package not in sys.stdlib_module_names
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own modules.
+
+    Args:
+        value: any.
+    """
+    return not is_code(value) and is_users(value) and _is_followed(_module_of(value))
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value is a torch module.
+
+    Args:
+        value: any.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is a function or a class that Python code defines.
+
+    Args:
+        value: any.
+    """
+    return isinstance(value, types.FunctionType) or inspect.isclass(value)
+
+
+def _module_of(value: Any) -> str:
+    """Returns the module of a function's code, of a class or of an object's class."""
+    if isinstance(value, types.FunctionType):  # `functools.wraps` changes `__module__`
+        return str(value.__globals__.get("__name__") or value.__module__ or "")
+    return str(getattr(value if inspect.isclass(value) else type(value), "__module__", None) or "")
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a tensor or an array of a framework.
+
+    Args:
+        value: any.
+    """
+    return type(value).__module__.partition(".")[0] in _ARRAYS and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns the user's function inside decorators of Python's library or of a framework; otherwise `None`.
+
+    Args:
+        value: any.
+    """
+    found = _layers(value)
+    return None if found is None else found[-1]
+
+
+def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
+    """A function in decorators of Python's library or of a framework, and the plain values that those hold.
+
+    Args:
+        value: any.
+        go: tells what it is given.
+
+    Returns:
+        `None` for anything else.
+    """
+    found = _layers(value)
+    if found is None:
+        return None
+    return ["wrapped", go(found[-1]), [go(one) for layer in found[:-1] for one in _plain_cells(layer)]]
+
+
+def _layers(value: Any) -> list[Any] | None:
+    """Decorators that are not the user's, from the outermost on, and what is in them."""
+    found = [value]
+    while len(found) <= _WRAPPERS and not isinstance(value, types.MethodType) and not is_users(value):
+        value = getattr(value, "__dict__", {}).get("__wrapped__")
+        if value is None:
+            return None
+        found.append(value)
+        if isinstance(value, functools.partial):
+            return found
+    return found if len(found) > 1 and is_users(value) else None
+
+
+def _plain_cells(value: Any) -> Iterator[Any]:
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if held is None or isinstance(held, bool | int | float | str | bytes):
+            yield held
+
+
+def of_function(value: types.FunctionType, go: Callable[..., Any]) -> list[Any]:
+    """A function: its code, its defaults, what its closure holds, and what it refers to.
+
+    Args:
+        value: the function.
+        go: tells what it is given; with `named=True` what code refers to.
+    """
+    cells = []
+    for cell in value.__closure__ or ():
+        try:
+            cells.append(go(cell.cell_contents))
+        except ValueError:  # not filled yet
+            cells.append("empty")
+    code = _code(value.__code__, value.__doc__)
+    used = [[name, go(one, named=True)] for name, one in _used(value)]
+    return ["function", code, go(value.__defaults__), go(value.__kwdefaults__), cells, used]
+
+
+def of_class(value: type, go: Callable[[Any], Any]) -> list[Any]:
+    """A class: its functions, plain values and objects of the user's classes, and its bases.
+
+    Args:
+        value: the class.
+        go: tells what it is given.
+    """
+    members = [[name, go(one)] for name, one in sorted(_members(value), key=lambda one: one[0])]
+    return ["class", local_name(value), members, [go(one) for one in value.__bases__]]
+
+
+def _members(value: type) -> Iterator[tuple[str, Any]]:
+    for name, one in vars(value).items():
+        inner = _functions(one)
+        if name not in _ASIDE and inner:
+            yield name, inner
+        elif not name.startswith("__") and (one is None or isinstance(one, type) or _counts(one, value.__module__)):
+            yield name, one
+
+
+def _functions(value: Any) -> list[Any]:
+    """The functions of a member of a class: of methods, properties, and what wraps them."""
+    if isinstance(value, property):
+        return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, functools.cached_property | functools.partialmethod):
+        value = value.func
+    followed = isinstance(value, types.FunctionType | functools.partial) or unwrapped(value) is not None
+    return [value] if followed else []
+
+
+def _used(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global values, functions and classes that a function names, and those of the user's modules."""
+    known, own = value.__globals__, _module_of(value)
+    for name in sorted(_globals(value.__code__) & known.keys()):
+        found = known[name]
+        if isinstance(found, types.ModuleType):
+            if _is_followed(found.__name__):
+                for inner in sorted(_names(value.__code__) & vars(found).keys()):
+                    if _counts(one := vars(found)[inner], own):
+                        yield f"{name}.{inner}", one
+        elif not name.startswith("__") and _counts(found, own):
+            yield name, found
+
+
+def _counts(value: Any, module: str) -> bool:
+    """Whether an object that a function names belongs to the function's behaviour."""
+    if isinstance(value, (*_PLAIN, functools.partial)) or is_array(value) or is_module(value):
+        return True
+    if isinstance(value, types.MethodType):
+        return _counts(value.__func__, module)
+    if is_users(value):
+        other = _module_of(value)
+        return other == module or _is_followed(other)
+    inner = unwrapped(value)
+    return inner is not None and _counts(inner, module)
+
+
+def _is_followed(module: str) -> bool:
+    """Whether a module is the user's own. Installed packages change only with their versions."""
+    if module == "__main__":
+        return True
+    package = module.partition(".")[0]
+    if package in _FRAMEWORKS or package in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not any(one in file for one in _INSTALLED)
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    mine = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return mine.union(*(_globals(one) for one in _inner(code)))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(one) for one in _inner(code)))
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    return [one for one in code.co_consts if isinstance(one, types.CodeType)]
+
+
+def _code(code: types.CodeType, doc: str | None = None) -> list[Any]:
+    """The code itself, without its place, its comments and its docstring."""
+    constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
+    if doc is not None and constants and code.co_consts[0] == doc:
+        constants[0] = _constant(None)
+    if _LINE in code.co_names:  # the body of a class, which stores the number of its line
+        return [_steps(code), [one for one in constants if isinstance(one, list)], list(code.co_names)]
+    return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames)]
+
+
+def _steps(code: types.CodeType) -> list[str]:
+    """The instructions of a class's body, without those that store the number of its line."""
+    steps = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    store = next((at for at, (_, argument) in enumerate(steps) if argument == _LINE), 0)
+    kept = steps[: max(store - 1, 0)] + steps[store + 1 :]
+    return [f"{name} {'' if isinstance(one, types.CodeType) else _constant(one)}" for name, one in kept]
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value.rpartition("<locals>.")[2])
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A fitted Keras model as an ONNX file, and the proof that both predict the same.
+
+torch's exporter writes the file, whichever backend Keras runs on: a process of its own loads the model on Keras's torch
+backend. So one exporter is enough for all backends. The check compares ONNX Runtime with the model on its own backend,
+so it also finds layers that compute something else on torch.
+"""
+
+# ruff: noqa: PLC0415 - torch is loaded in the process that exports
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from farandole.common import pickling, scratch
+from farandole.spark.common.model.onnx import check, placed, reason
+from farandole.spark.keras.arrays import argument, flat_outputs, output_keys
+from farandole.spark.keras.saving import payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+_LONGEST = 3600
+"""Seconds that an export may take."""
+_COMMAND = "import sys; from farandole.spark.keras.saving.onnx import main; sys.exit(main(sys.argv[1]))"
+
+
+def export(
+    model: Any,
+    custom_objects: Mapping[str, Any],
+    signature: Sequence[Mapping[str, Any]],
+    keys: Sequence[str] | None,
+    labels: Sequence[str],
+    outputs: Sequence[str],
+    path: str | os.PathLike[str],
+    rows: Sequence[Array] | None,
+    predict: Callable[[Sequence[Array]], Sequence[Array]],
+    *,
+    opset: int | None = None,
+    tolerance: float = 1e-4,
+) -> None:
+    """Writes a model as ONNX, if ONNX Runtime then predicts the same.
+
+    Args:
+        model: of Keras, on any backend.
+        custom_objects: classes and functions by name that loading the model needs.
+        signature: its inputs: `columns`, `shape` with -1 for the rows, `dtype`.
+        keys: names of the inputs, for a model that takes a dict.
+        labels: label columns, one per output.
+        outputs: names of its outputs.
+        path: of the file, which appears as a whole.
+        rows: arrays to check with, one per input, rows first; made up when omitted.
+        predict: the model's outputs for arrays of its inputs.
+        opset: version of ONNX's operators; default: the exporter's.
+        tolerance: most absolute and most relative difference of an output.
+
+    Raises:
+        ValueError: the model cannot be exported, or the exported one predicts something else.
+        TimeoutError: the export takes more than an hour.
+    """
+    told = {"signature": signature, "keys": keys, "labels": labels, "outputs": outputs, "opset": opset}
+    with placed(path) as made, scratch.directory() as folder:
+        (folder / "model").write_bytes(payload.pack(model))
+        (folder / "objects").write_bytes(pickling.dumps(dict(custom_objects)))
+        (folder / "told").write_text(json.dumps({**told, "name": type(model).__name__, "path": str(made.absolute())}))
+        _run(folder, type(model).__name__)
+        check(made, signature, rows, predict, tolerance)
+
+
+def _run(folder: Path, name: str) -> None:
+    """Exports in a process whose Keras runs on torch, on the CPU."""
+    places = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
+    env = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu", "PYTHONPATH": places}
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter
+            [sys.executable, "-P", "-c", _COMMAND, str(folder)],  # no modules of the current directory
+            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(
+            f"the export of {name} to ONNX has not ended after {_LONGEST} s and was stopped; nothing was written"
+        ) from None
+    if done.returncode:
+        error = folder / "error"
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(error.read_text() if error.exists() else f"the process that exports the model failed: {last}")
+
+
+def main(folder: str) -> int:
+    """Exports the model of a directory: in the process whose Keras runs on torch.
+
+    Args:
+        folder: where `export` has put model, objects and what there is to know.
+
+    Returns:
+        Status of the process; the reason of a failure is in the directory.
+    """
+    place = Path(folder)
+    try:
+        _trace(place, json.loads((place / "told").read_text()))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
+        (place / "error").write_text(str(error) if isinstance(error, ValueError) else reason(error))
+        return 1
+    return 0
+
+
+def _trace(place: Path, told: Mapping[str, Any]) -> None:
+    import torch
+
+    from farandole.spark.torch.saving.onnx import write
+
+    objects = cloudpickle.loads((place / "objects").read_bytes())
+    try:
+        model = payload.unpack((place / "model").read_bytes(), objects, safe_mode=False, compiled=False)
+    except Exception as error:
+        raise ValueError(f"{told['name']} does not load on Keras's torch backend: {reason(error)}") from error
+
+    class Traced(torch.nn.Module):
+        """The model as `transform` calls it: outputs are a tuple, halves are floats."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            value = self.model(argument(inputs, told["keys"]), training=False)
+            found = flat_outputs(value, output_keys(value, told["labels"]), len(told["labels"]))
+            return tuple(one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in found)
+
+    write(Traced().eval(), told["signature"], told["outputs"], Path(told["path"]), told["opset"], name=told["name"])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The saved parts of a Keras estimator and model.
+
+A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also has the part
+"custom_objects", a pickle of these, and if it was trained with a `transformation_fn`, the part "transformation", a
+pickle of it. Loading a pickle runs code, loading the model does not. Where pickles are refused, the model is loaded
+without its transformation.
+
+An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks and the like.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import cloudpickle
+
+from farandole.common import pickling
+from farandole.spark.common.model.outputs import describe
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving.objects import custom_objects, dumps, travelling
+from farandole.stores.consent import PickleNotAllowedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from farandole.spark.keras.estimator import KerasEstimator
+    from farandole.spark.keras.model import KerasModel
+
+_TRANSFORMATION: Final = "transformation"
+_log = logging.getLogger("farandole")
+
+
+class KerasModelWriter(ParamsWriter):
+    """Writes a `KerasModel`."""
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        model, given = values.pop("model"), values.pop("custom_objects", {})
+        if "outputs" in values:
+            values["outputs"] = describe(values["outputs"])
+        parts = {"model": payload.pack(model)}
+        objects = custom_objects(model, given)
+        if objects:
+            parts["custom_objects"] = pickling.dumps(objects)
+        function = values.pop("transformation_fn", None)
+        if function is not None:
+            parts[_TRANSFORMATION] = pickling.dumps(function)
+        return values, parts
+
+
+class KerasModelReader(ParamsReader["KerasModel"]):
+    """Reads a `KerasModel`."""
+
+    def __init__(self, kind: type[KerasModel]) -> None:
+        super().__init__(kind)
+        self._objects: dict[str, Any] | None = None
+        self._safe_mode = True
+        self._told_safe = False
+
+    def custom_objects(self, objects: Mapping[str, Any]) -> Self:
+        """Takes these classes and functions instead of those that were saved, of which none runs.
+
+        Args:
+            objects: by name.
+        """
+        self._objects = dict(objects)
+        return self
+
+    def safe_mode(self, safe: bool) -> Self:
+        """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
+
+        Asked for `True`, classes and functions that were pickled beside the model are refused, too.
+
+        Args:
+            safe: as in `keras.saving.load_model`.
+        """
+        self._safe_mode, self._told_safe = safe, safe
+        return self
+
+    def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        objects = self._objects
+        if objects is None and "custom_objects" in parts:
+            if self._told_safe:
+                self.allow_pickle(False)
+            self.check_code(path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none")
+            objects = cloudpickle.loads(parts["custom_objects"])
+        try:
+            loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
+        except ValueError as error:
+            if not self._safe_mode:
+                raise
+            raise ValueError(
+                f"{error}\n(to load a model with a lambda in it, which runs its code: "
+                f"{self.kind.__name__}.read().safe_mode(False).load(path))"
+            ) from error
+        if objects:
+            loaded.setCustomObjects(objects)
+        if _TRANSFORMATION in parts and self._objects is None and not self._told_safe:
+            try:
+                self.check_code(path)
+            except PickleNotAllowedError:
+                _log.warning("the transformation_fn saved at %s is not loaded, since it is a pickle", path)
+            else:
+                loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION]))
+
+
+class KerasEstimatorParamsWriter(ParamsWriter):
+    """Writes a `KerasEstimator`."""
+
+    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `ParamsWriter.parts`."""
+        parts: dict[str, bytes] = {}
+        model = values.pop("model", None)
+        plain = {name: value for name, value in values.items() if is_plain(value)}
+        rest = {name: value for name, value in values.items() if name not in plain}
+        if model is not None:
+            parts["model"] = payload.pack(model)
+            given = rest.get("custom_objects", {})
+            rest["custom_objects"] = custom_objects(model, given, rest.get("optimizer"), rest.get("loss"))
+        for name in ("callbacks", "checkpoint_callback"):
+            if name in rest:
+                copies = travelling(rest[name] if isinstance(rest[name], list) else [rest[name]])
+                rest[name] = copies if isinstance(rest[name], list) else copies[0]
+        return plain, {**parts, "objects": dumps(rest)}
+
+
+class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
+    """Reads a `KerasEstimator`."""
+
+    def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
+        """As `ParamsReader.restore`."""
+        self.check_code(path)
+        rest = cloudpickle.loads(parts["objects"])
+        if "model" in parts:
+            loaded.setModel(payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False))
+        loaded.setParams(**rest)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Callbacks by which all processes see the metrics, the statistics and the end of one run.
+
+A Keras metric is a function of sums over rows. The sums are added over all processes before the metric is computed, so
+metrics that are not means, such as AUC or F1, have the value of a single process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+import farandole.numpy as arrays
+from farandole._keras.callbacks import in_step
+from farandole._keras.values import as_array
+from farandole.common import basics
+from farandole.spark.common.runs.finite import check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class GlobalScores(keras.callbacks.Callback):
+    """Puts the scores of all processes in the place of this one's; the first callback of all.
+
+    Args:
+        validates: whether this process has rows to validate on, and not one that only fills its place.
+    """
+
+    def __init__(self, *, validates: bool) -> None:
+        super().__init__()
+        self._validates = validates
+        self._train: dict[str, Any] | None = None
+        self._validation: dict[str, Any] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Forgets the last epoch's."""
+        del epoch, logs
+        self._train = self._validation = None
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Adds up training's sums, before validation begins its own."""
+        del logs
+        self._end_of_training()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Adds up validation's sums."""
+        del logs
+        self._validation = self._everywhere("validation", counts=self._validates)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tells the callbacks that follow."""
+        del epoch
+        if self._train is None:
+            self._end_of_training()
+        logs = {} if logs is None else logs
+        known = {**(self._train or {}), **{f"val_{name}": value for name, value in (self._validation or {}).items()}}
+        others = sorted(name for name, value in logs.items() if name not in known and np.ndim(value) == 0)
+        logs.update({name: value for name, value in known.items() if name in logs})
+        if others:  # what a train_step of the user's returned
+            mine = np.array([float(logs[name]) for name in others], np.float64)
+            logs.update(zip(others, arrays.allreduce(mine, name="farandole.keras.logs").tolist(), strict=True))
+
+    def _end_of_training(self) -> None:
+        model: Any = self.model
+        in_step(model)
+        average_statistics(model)
+        self._train = self._everywhere("train", counts=True)
+
+    def _everywhere(self, stage: str, *, counts: bool) -> dict[str, Any]:
+        model: Any = self.model
+        put_metrics(model, summed_metrics(model, stage, counts=counts))
+        return {name: _plain(value) for name, value in model.get_metrics_result().items()}
+
+
+def summed_metrics(model: Any, stage: str, *, counts: bool) -> Any:
+    """Returns the metrics' variables over all processes as one array; a collective call.
+
+    Args:
+        model: compiled.
+        stage: what the call is named after.
+        counts: whether this process has rows, and not one that only fills its place.
+    """
+    in_step(model)
+    vectors = [_contribution(as_array(variable), variable, counts) for variable in model.metrics_variables]
+    if not vectors:
+        return np.zeros(0)
+    return arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
+
+
+def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
+    """Gives metrics values that `summed_metrics` returned.
+
+    Args:
+        model: compiled.
+        total: the values.
+        once: whether only rank 0 takes sums, so that they count once when they are summed again.
+    """
+    start = 0
+    for variable in model.metrics_variables:
+        part = as_array(variable)
+        values = total[start : start + part.size].reshape(part.shape)
+        start += part.size
+        is_sum = getattr(variable, "aggregation", "sum") not in ("mean", "only_first_replica")
+        if not (once and is_sum and basics.rank() != 0):
+            _put(variable, values, part.dtype)
+
+
+def _contribution(part: Any, variable: Any, counts: bool) -> Any:
+    """Returns this process's part of a metric's variable, according to the variable's aggregation."""
+    vector = part.reshape(-1).astype(np.float64)
+    aggregation = getattr(variable, "aggregation", "sum")
+    if aggregation in ("mean", "only_first_replica"):
+        return vector / basics.size() if aggregation == "mean" else vector * (basics.rank() == 0)
+    return vector * counts
+
+
+def _put(variable: Any, values: Any, dtype: Any) -> None:
+    if getattr(variable, "aggregation", "sum") != "none":
+        variable.assign((np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype))
+
+
+def _plain(value: Any) -> Any:
+    array = as_array(value)
+    return float(array) if array.ndim == 0 else array
+
+
+def statistics_of(model: Any) -> list[Any]:
+    """The moving statistics of a model's batch normalisation, which training moves and no gradient.
+
+    Args:
+        model: built.
+    """
+    found: list[Any] = []
+    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public door
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            found += [layer.moving_mean, layer.moving_variance]
+    return found
+
+
+def average_statistics(model: Any) -> None:
+    """Gives all processes the mean of their moving statistics, so that they hold one model.
+
+    Args:
+        model: built.
+    """
+    moving = statistics_of(model)
+    if not moving:
+        return
+    parts = [as_array(variable) for variable in moving]
+    mine = np.concatenate([part.reshape(-1).astype(np.float64) for part in parts])
+    mean = arrays.allreduce(mine, name="farandole.keras.statistics")
+    start = 0
+    for part, variable in zip(parts, moving, strict=True):
+        variable.assign(mean[start : start + part.size].reshape(part.shape).astype(part.dtype))
+        start += part.size
+
+
+class UncountedSteps(keras.callbacks.Callback):
+    """Undoes what steps without a row of this process do to metrics and moving statistics.
+
+    Args:
+        steps: numbers of these steps in an epoch.
+    """
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        super().__init__()
+        self._steps = frozenset(steps)
+        self._kept: list[tuple[Any, Any]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers."""
+        del logs
+        if batch in self._steps:
+            model: Any = self.model
+            in_step(model)
+            touched = [*model.metrics_variables, *statistics_of(model)]
+            self._kept = [(variable, np.array(as_array(variable))) for variable in touched]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Restores."""
+        del logs
+        if batch in self._steps:
+            in_step(self.model)
+            for variable, value in self._kept:
+                variable.assign(value)
+            self._kept = []
+
+
+class FiniteLoss(keras.callbacks.Callback):
+    """Ends training at a loss that is NaN or infinite.
+
+    Keras reads the loss for its callbacks anyway, where a backend runs ahead in a thread of its own.
+
+    Args:
+        rank: of this process.
+    """
+
+    async_safe = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        del logs
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the mean loss of the epoch so far, which one bad step spoils.
+
+        Raises:
+            NotFiniteError: it is not finite.
+        """
+        loss = (logs or {}).get("loss")
+        if loss is not None and np.ndim(loss) == 0:
+            check(float(loss), self._epoch, batch, self._rank)
+
+
+class OneEnd(keras.callbacks.Callback):
+    """Ends the run everywhere after the epoch in which a callback ended it anywhere; the last callback on all ranks."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Asks all processes."""
+        del epoch, logs
+        model: Any = self.model
+        mine = np.array([int(bool(model.stop_training))], np.int32)
+        model.stop_training = bool(arrays.allreduce(mine, op=arrays.Max, name="farandole.keras.stop")[0])

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""One rank's part of a run: Keras's own `fit` on this rank's rows, with a distributed optimizer.
+
+If a run has a checkpoint, it continues after the last complete epoch, up to `epochs` in total.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import keras
+import numpy as np
+
+import farandole.keras as hvd
+import farandole.numpy as arrays
+from farandole._keras.callbacks import LearningRateScheduleCallback
+from farandole._keras.values import as_array, broadcast_variables
+from farandole.common import basics, scratch
+from farandole.common.notices import is_elastic
+from farandole.numpy.plain import broadcast_plain
+from farandole.spark import task
+from farandole.spark.common.data.source import Place, Source
+from farandole.spark.common.runs.halting import Halt
+from farandole.spark.keras.arrays import reader_casts, zeros
+from farandole.spark.keras.compiled import put_loss
+from farandole.spark.keras.job import Trained
+from farandole.spark.keras.saving import payload
+from farandole.spark.keras.training.elastic import Commits, Course, Moments, Told
+from farandole.spark.keras.training.feed import Feed, ModuleFeed, Validation, prefetched, take_shares
+from farandole.spark.keras.training.publish import Halted, Kept, Metered, Publisher
+from farandole.spark.keras.training.rate import Rate
+from farandole.spark.keras.training.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from farandole.spark.keras.job import Job, Objects
+
+_SEEDS = "seed_generator_state"
+
+
+class Trainer:
+    """One rank of a run.
+
+    Args:
+        job: what to do, the same on every rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.size, self.rank = basics.size(), basics.rank()
+        keras.config.set_floatx(job.floatx)
+        if keras.config.dtype_policy().name != job.policy:
+            keras.config.set_dtype_policy(job.policy)
+        if job.random_seed is not None:
+            _seed((job.random_seed + self.rank) % 2**32)
+        self.objects: Objects = cloudpickle.loads(job.objects)
+        self.moves = is_elastic()
+        """Whether the world may change."""
+        self.halt = Halt(job.store)
+        self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.train, self.val = self._feeds()
+        self.note: dict[str, Any] = {}
+        self.best: bytes | None = None
+        self.done = 0
+        self.told = Told(self.objects.callbacks)
+        self.has_entered = False
+        self.first_best = getattr(self.objects.checkpoint_callback, "best", None)
+        self.model = self._model()
+
+    def run(self) -> Trained | None:
+        """Trains up to the last epoch."""
+        with scratch.directory() as folder, contextlib.closing(self.halt):
+            if self.moves:
+                self.course = Course(self.model)
+                self.course.through(lambda: self._go_on(folder))
+            else:
+                self._resume()
+                self._scale(1)
+                self._part_seeds()
+                self.publisher = self._publisher(folder)
+                with self.module:
+                    if self.done < self.job.epochs:
+                        self._fit(self.done, self.job.epochs)
+            publisher = self.publisher
+            return Trained(publisher.result(), publisher.history) if self.rank == 0 else None
+
+    def _go_on(self, folder: Path) -> None:
+        """Trains from what was reached up to the last epoch, in one world of an elastic job."""
+        self.size, self.rank = basics.size(), basics.rank()
+        course, model = self.course, self.model
+        # Functions that were compiled for another world may contain that world's numbers.
+        model.train_function = model.test_function = None
+        if course.reached.begun:
+            self.note, self.best = copy.deepcopy(course.reached.note), course.reached.best
+            self._scale(course.reached.size)
+        else:
+            self._resume()
+            self._scale(1)
+            course.reached = replace(course.reached, epoch=self.done, note=copy.deepcopy(self.note), best=self.best)
+        if not self.has_entered:
+            self.has_entered = True
+            self._part_seeds()
+        self.publisher = self._publisher(folder)
+        course.reaches(begun=True, size=self.size)
+        if course.reached.place.steps:
+            self._fit_part(course.reached.epoch + 1)
+        if not course.reached.stopped and course.reached.epoch < self.job.epochs:
+            self._fit_part(self.job.epochs)
+
+    def _fit_part(self, last: int) -> None:
+        """Trains from what was reached up to an epoch."""
+        reached = self.course.reached
+        self.train, self.val = self._feeds(reached.place)
+        self.publisher.follow(self.train.steps, self.train.rows)
+        with self.module:
+            self._fit(reached.epoch, last, reached.place)
+
+    def _fit(self, first: int, last: int, place: Place | None = None) -> None:
+        model, train, val = self.model, self.train, self.val
+        batches = train.epochs(first, last)
+        validation = None if val is None else val.validation()
+        verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
+        callbacks: Any = self._callbacks(self.publisher)
+        if place is not None:
+            callbacks = Moments(
+                [*callbacks, Commits(self.course, train, self.publisher)],
+                self.told,
+                place.steps,
+                self.job.epochs,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=self.job.epochs,
+                steps=train.steps,
+                model=model,
+            )
+        try:
+            model.fit(
+                prefetched(batches, self.job.prefetch),
+                steps_per_epoch=train.steps - (0 if place is None else place.steps),
+                epochs=last,
+                initial_epoch=first,
+                shuffle=False,  # the reader does
+                validation_data=validation,
+                validation_steps=None if val is None else val.steps,
+                verbose=verbose,
+                callbacks=callbacks,
+            )
+        finally:
+            for source in (batches, validation):
+                # Keras's prefetching thread may be in it; it ends with the process then.
+                with contextlib.suppress(ValueError):
+                    if inspect.isgenerator(source) or isinstance(source, Validation):
+                        source.close()
+
+    def _model(self) -> Any:
+        job, objects = self.job, self.objects
+        model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)  # the driver's own
+        put_loss(model, objects.loss)
+        x, y = zeros(job.shape, job.labels, job.data.batch_size)
+        weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
+        _build(model, (x, y) if weights is None else (x, y, weights))
+        self.first_rate = Rate(model.optimizer, 1).initial()
+        compression = objects.compression or hvd.Compression.none
+        model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
+        model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
+        self.rate = Rate(model.optimizer, 1)
+        if self.train.shares:
+            take_shares(model)
+        if self.train.leaves_out or self.moves:
+            model.steps_per_execution = 1
+        return model
+
+    def _resume(self) -> None:
+        """Takes the run's checkpoint into the model, everywhere alike; a collective call."""
+        model, store = self.model, self.job.store
+        done = np.zeros(1, np.int64)
+        if self.rank == 0:
+            found = store.resume()
+            if found is not None:
+                try:
+                    payload.load_state(model, found)
+                except (ValueError, KeyError) as error:
+                    raise ValueError(
+                        f"the checkpoint of run {self.job.run_id!r} belongs to another model or "
+                        "optimizer: choose another "
+                        f"run_id, or delete {store.run_path}: {error}"
+                    ) from error
+                self.note = payload.note_of(found)
+                self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
+                done[0] = len(self.note.get("timing", []))
+        self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
+        if self.moves:
+            self.note, self.best = broadcast_plain((self.note, self.best), 0)
+        broadcast_variables([*model.weights, *model.optimizer.variables], 0)
+
+    def _scale(self, before: int) -> None:
+        """Takes the learning rate from one number of processes to this world's."""
+        self.rate.follow(before, self.size)
+        for callback in self.objects.callbacks:
+            if isinstance(callback, LearningRateScheduleCallback) and self.first_rate is not None:
+                callback.initial_lr = self.first_rate * self.size
+
+    def _part_seeds(self) -> None:
+        """Random layers draw other numbers on every rank, and the same ones in every run of one seed."""
+        for index, variable in enumerate(one for one in self.model.non_trainable_variables if _SEEDS in one.name):
+            state = np.array(as_array(variable))
+            if self.job.random_seed is not None and self.done == 0:
+                state[0] = (self.job.random_seed + index) % 2**31
+            state[1] = (int(state[1]) + self.rank * 1_000_003) % 2**31
+            variable.assign(state)
+
+    def _callbacks(self, publisher: Publisher) -> list[Any]:
+        callbacks: list[Any] = [GlobalScores(validates=self.val is None or self.val.validates)]
+        if self.job.terminate_on_nan and not any(_ends_on_nan(one) for one in self.objects.callbacks):
+            callbacks.append(FiniteLoss(self.rank))
+        if self.train.uncounted:
+            callbacks.append(UncountedSteps(self.train.uncounted))
+        if task.is_told():
+            callbacks.append(Metered())
+        boards = [one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)]
+        callbacks += [one for one in self.objects.callbacks if one not in boards]
+        if self.rank == 0:
+            callbacks += boards
+        if self.rank == 0 or self.moves:
+            callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
+        return [*callbacks, Halted(self.halt, self.rank), OneEnd()]
+
+    def _publisher(self, directory: Path) -> Publisher:
+        kept = None
+        if self.objects.checkpoint_callback is not None:
+            kept = Kept(self.objects.checkpoint_callback, directory / "best.keras", self.rate)
+            kept.inner.best = self.first_best
+            kept.path.unlink(missing_ok=True)
+            if self.best is not None:
+                kept.path.write_bytes(self.best)
+                kept.inner.best = self.note.get("best", kept.inner.best)
+        board = None
+        for callback in self.objects.callbacks:
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                board = directory / "logs"
+                callback.log_dir = str(board)
+        arguments = (self.job, self.rate, self.note, self.train.steps, self.train.rows, kept, board, self.model)
+        return Publisher(*arguments, writes=self.rank == 0)
+
+    def _feeds(self, place: Place | None = None) -> tuple[Feed | ModuleFeed, Feed | ModuleFeed | None]:
+        """Training, from a place in an epoch on, and validation."""
+        if self.objects.data_module is not None:
+            return self._feeds_of_module()
+        job, data = self.job, self.job.data
+        train = self._source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+        val = None
+        if data.val_url is not None:
+            # In whatever order: sums over rows are the same, and each byte is read once.
+            source = self._source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+            val = Feed(source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False)
+        train.begin_at(place or Place())
+        return Feed(train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves), val
+
+    def _feeds_of_module(self) -> tuple[ModuleFeed, ModuleFeed | None]:
+        job, data, size = self.job, self.job.data, self.size
+        train_steps = data.train_steps or -(-data.train_rows // (data.batch_size * size))
+        val_steps = data.val_steps or max(1, -(-data.val_rows // (data.val_batch_size * size)))
+        module = data.module(
+            self.objects.data_module,
+            epochs=job.epochs,
+            transformation=self.objects.transformation,
+            rank=self.rank,
+            size=size,
+            steps=(train_steps, val_steps),
+        )
+        self.module = module
+        train = ModuleFeed(module.train_data, train_steps, train_steps * data.batch_size * size)
+        if data.val_url is None:
+            return train, None
+        return train, ModuleFeed(module.val_data, val_steps, val_steps * data.val_batch_size * size)
+
+    def _source(self, url: str, batch_size: int, threads: int, *, shuffle: bool) -> Source:
+        job, objects = self.job, self.objects
+        casts: dict[str, str | None] = dict.fromkeys(job.data.columns)
+        if objects.transformation is None:
+            casts = reader_casts(job.shape, job.labels, job.weight)
+        return Source(
+            url,
+            casts,
+            batch_size=batch_size,
+            rank=self.rank,
+            size=self.size,
+            seed=job.data.order_seed,
+            shuffle=shuffle,
+            threads=threads,
+            in_memory=job.data.in_memory,
+            transformation=objects.transformation,
+            missing=job.data.missing,
+            moves=self.moves,
+            ragged=job.data.ragged,
+            fixed=True,  # Keras asks for one shape
+        )
+
+
+def _ends_on_nan(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.TerminateOnNaN)
+
+
+def _seed(seed: int) -> None:
+    """Seeds what Keras and users draw from; `keras.utils.set_random_seed` would import every backend there is."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the state that others draw from
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415 - the backend
+
+        tf.random.set_seed(seed)
+    elif backend == "torch":
+        import torch  # noqa: PLC0415 - the backend
+
+        torch.manual_seed(seed)
+
+
+def _build(model: Any, example: tuple[Any, ...]) -> None:
+    """Builds what Keras would build from the first batch, which would then be lost on some backends."""
+    model._symbolic_build(data_batch=example)  # noqa: SLF001 - what fit begins with
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Converts columns to tensors, in training and in `transform`.
+
+One tensor per feature column, cast to float32 unless `input_dtypes` says otherwise. A vector or list column of `n`
+elements is `(rows, n)`, a scalar column `(rows, 1)`; `input_shapes` says otherwise, one shape per input, with -1 for
+the rows (`[-1, 1, 8, 8]`; a shape of one row, `[1, 8, 8]`, does as well). Columns listed together become one tensor,
+side by side in the order of the list.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.data.columns import row_shape
+from farandole.data.ragged import lengths_of
+from farandole.spark.torch.job import Input
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole.data.columns import Column
+    from farandole.data.prepare import PreparedData
+    from farandole.spark.common.data.source import Rows
+    from farandole.spark.torch.job import Label
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
+"""Types that an input may be cast to."""
+
+
+def inputs_of(
+    groups: Sequence[Sequence[str]],
+    columns: Mapping[str, Column],
+    shapes: Sequence[Sequence[int]] | None,
+    dtypes: Sequence[str] | None,
+    prepared: PreparedData | None = None,
+) -> tuple[Input, ...]:
+    """The tensor that each group of feature columns becomes.
+
+    Args:
+        groups: the columns of each input.
+        columns: by name.
+        shapes: one per input, where the user set them.
+        dtypes: one per input, where the user set them.
+        prepared: the data; an input of nothing but categories is int64, as embeddings take it, and so are lists of
+            integers of different lengths.
+
+    Raises:
+        ValueError: such a column is listed together with others.
+    """
+    made: list[Input] = []
+    categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
+    for index, group in enumerate(groups):
+        size = sum(columns[name].size for name in group)
+        shape = (size,) if shapes is None else row_shape(shapes[index], size)
+        lists = [name for name in group if name in ragged]
+        if lists and len(group) > 1:
+            raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
+        indices = all(name in categories or (name in lists and "int" in columns[name].dtype) for name in group)
+        dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
+        nested = prepared is not None and any(prepared.ragged[name].nested for name in lists)
+        made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested))
+    return tuple(made)
+
+
+def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of a batch as a type on a device.
+
+    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and fetches them when
+    it is their turn. Else it would have to be idle before each copy, and wait for the next batch after it.
+
+    Args:
+        values: in host memory, which may be changed afterwards.
+        dtype: what they are cast to.
+        device: where they are wanted.
+    """
+    if device.type != "cuda":
+        return values.to(device, dtype)
+    return values.to(dtype).pin_memory().to(device, non_blocking=True)
+
+
+def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device) -> torch.Tensor:
+    """The tensor of one input.
+
+    Args:
+        columns: tensors by name, rows first.
+        one: the input.
+        rows: how many of the first rows.
+        device: where the tensor is wanted.
+    """
+    dtype = getattr(torch, one.dtype)
+    if one.nested:
+        return _nested(columns, one.columns[0], rows, dtype, device)
+    if len(one.columns) == 1:
+        tensor = sent(columns[one.columns[0]][:rows], dtype, device)
+        return tensor if one.ragged else tensor.reshape(one.shape)
+    parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
+    return sent(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
+
+
+def _nested(
+    columns: Mapping[str, torch.Tensor], name: str, rows: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A nested tensor of the jagged layout, made of padded rows and their lengths."""
+    padded, lengths = columns[name][:rows], columns[lengths_of(name)][:rows]
+    values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(sent(values, dtype, device), sent(offsets, torch.int64, device))
+
+
+def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
+    """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
+
+    Args:
+        columns: tensors by name, rows first.
+        one: the input that they become.
+        rows: how many of the first rows.
+
+    Raises:
+        ValueError: NaN, infinities, or numbers too large for the input's type, by column.
+    """
+    dtype = getattr(torch, one.dtype)
+    limit = torch.finfo(dtype).max if dtype.is_floating_point else float("inf")
+    for name in one.columns:
+        values = columns[name][:rows]
+        if not values.is_floating_point():
+            continue
+        low, high = torch.aminmax(values if values.dtype in (torch.float32, torch.float64) else values.float())
+        if math.isfinite(low) and math.isfinite(high) and -limit <= low and high <= limit:
+            continue
+        strange = ~(values.abs() <= limit) | values.isinf()
+        count = int(strange.reshape(rows, -1).any(dim=1).sum())
+        what = "NaN" if bool(values.isnan().any()) else f"infinite values, or values too large for {one.dtype},"
+        raise ValueError(f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan=True accepts them)")
+
+
+def label_tensor(
+    rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool, allow_nan: bool
+) -> torch.Tensor:
+    """The tensor of one label column.
+
+    Args:
+        rows: of the batch.
+        one: the label.
+        count: how many of the first rows.
+        device: where the tensor is wanted.
+        checked: whether values that no loss can mean are refused.
+        allow_nan: whether NaN and infinities are not among them.
+
+    Raises:
+        ValueError: the column is not in the batch, or has values that are not numbers, or no indices.
+    """
+    name = one.column.name
+    values = rows.columns[name][:count]
+    if checked and values.is_floating_point():
+        strange = 0 if allow_nan else int((~torch.isfinite(values)).sum())
+        if strange:
+            what = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
+            raise ValueError(f"label column {name!r} has values that are {what}: {strange} of {count} rows")
+        if one.dtype == "int64" and bool((values != values.round()).any()):
+            raise ValueError(f"label column {name!r} contains fractions, but its loss takes indices of classes")
+    return sent(values, getattr(torch, one.dtype), device)
+
+
+def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
+    """A model's outputs as a list, one per label.
+
+    Args:
+        value: what the model returned: a tensor, or a tuple or list of them.
+        labels: how many there must be.
+
+    Raises:
+        ValueError: the model returns something else, or another number.
+    """
+    outputs = [value] if isinstance(value, torch.Tensor) else value
+    if not isinstance(outputs, list | tuple) or not all(isinstance(output, torch.Tensor) for output in outputs):
+        raise ValueError(f"the model must return a tensor or a tuple of tensors, it returned {_kind(value)}")
+    if len(outputs) != labels:
+        raise ValueError(f"label column count {labels} must equal the count of model outputs {len(outputs)}")
+    return list(outputs)
+
+
+def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
+    """The message about a model that does not accept its inputs.
+
+    Args:
+        names: of the inputs.
+        inputs: their tensors.
+        error: what the model raised.
+    """
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True))
+    return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
+
+
+def told_mapping(
+    inputs: Sequence[Input],
+    labels: Sequence[Label],
+    outputs: Sequence[torch.Tensor],
+    losses: Sequence[Callable[..., Any]],
+) -> str:
+    """Describes for the user how columns become inputs of the model and its outputs become columns.
+
+    Args:
+        inputs: the arguments of the model.
+        labels: the label columns.
+        outputs: what the model made of some rows.
+        losses: one per label.
+    """
+    parts = [f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_shown(one.shape)}" for one in inputs]
+    ends = [
+        f"{_shown((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by {_name(loss)}"
+        for label, output, loss in zip(labels, outputs, losses, strict=True)
+    ]
+    return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(type(one).__name__ for one in value)}"
+    return type(value).__name__

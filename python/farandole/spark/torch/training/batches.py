@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""From rows to outputs, labels and a loss: what happens to one batch, in training and in validation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.spark.torch.columns.losses import shaped, share, weighted
+from farandole.spark.torch.columns.tensors import check_inputs, input_tensor, label_tensor, outputs_of, sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from farandole.spark.common.data.source import Rows
+    from farandole.spark.torch.job import Job
+    from farandole.spark.torch.training.steps import Stepper
+
+Scored = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
+"""Outputs and labels of the rows that count, and their mean loss."""
+
+
+class Batches:
+    """Calls a model and its losses on batches.
+
+    Args:
+        model: on its device.
+        losses: one per label, on that device.
+        job: the run.
+        device: where.
+        size: processes.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], losses: Sequence[Any], job: Job, device: torch.device, size: int
+    ) -> None:
+        self.model = model
+        self.job = job
+        self.device = device
+        self.size = size
+        self.first_pass = True
+        self.weight_seen = 0.0
+        self._losses = list(losses)
+        self._row_losses = [weighted(loss) for loss in losses] if job.weight else []
+
+    def forward(self, rows: Rows, module: torch.nn.Module) -> Scored:
+        """Calls the model and its losses.
+
+        Args:
+            rows: the batch.
+            module: whose buffers padding must not change.
+        """
+        # A batch norm needs two rows to train on, and every rank a backward pass: such steps go through padded.
+        valid, count = rows.valid, rows.count
+        running = [buffer.clone() for buffer in module.buffers()] if module.training and count > valid else []
+        outputs = outputs_of(self.model(*self.inputs(rows, count)), len(self.job.labels))
+        for buffer, before in zip(module.buffers() if running else (), running, strict=True):
+            buffer.data.copy_(before)  # padding must not move a batch norm's statistics
+        if valid == 0:
+            return outputs, outputs, torch.stack([output.sum() for output in outputs]).sum() * 0.0
+        outputs = [output[:valid] for output in outputs]
+        outputs, labels = self.shaped(outputs, self.labels(rows, valid))
+        return outputs, labels, self.loss(outputs, labels, self.weights(rows, valid))
+
+    def inputs(self, rows: Rows, count: int) -> list[torch.Tensor]:
+        """The model's arguments."""
+        if self.first_pass and not self.job.data.missing.allow_nan:
+            for one in self.job.inputs:
+                check_inputs(rows.columns, one, count)
+        return [input_tensor(rows.columns, one, count, self.device) for one in self.job.inputs]
+
+    def labels(self, rows: Rows, count: int) -> list[torch.Tensor]:
+        """The label columns."""
+        how = {"checked": self.first_pass, "allow_nan": self.job.data.missing.allow_nan}
+        return [label_tensor(rows, one, count, self.device, **how) for one in self.job.labels]
+
+    def weights(self, rows: Rows, count: int) -> torch.Tensor | None:
+        """The weight of each row, where there are weights."""
+        if self.job.weight is None:
+            return None
+        weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(-1)
+        if self.first_pass:
+            self.weight_seen += float(weights.sum())
+        return weights
+
+    def shaped(
+        self, outputs: list[torch.Tensor], labels: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, and labels in the shapes that their losses expect.
+
+        Args:
+            outputs: of the model; one alone may come without its list.
+            labels: as the columns hold them.
+        """
+        outputs = outputs_of(outputs, len(self.job.labels))
+        pairs = zip(self.job.labels, labels, outputs, strict=True)
+        return outputs, [shaped(label, output, one.shape) for one, label, output in pairs]
+
+    def loss(
+        self, outputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The weighted sum of the labels' losses, each a mean over rows.
+
+        Raises:
+            ValueError: a label is no class that its output has.
+        """
+        if self.first_pass:
+            self._check_classes(outputs, labels)
+        parts: list[torch.Tensor] = []
+        for index, share_of in enumerate(self.job.loss_weights):
+            if weights is None:
+                value = self._losses[index](outputs[index], labels[index])
+            else:
+                value = self._row_losses[index](outputs[index], labels[index], weights)
+            parts.append(value * share_of)
+        return torch.stack(parts).sum()
+
+    def _check_classes(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+        for index, one in enumerate(self.job.labels):
+            if not one.indexes or outputs[index].dim() < 2 or labels[index].is_floating_point():  # noqa: PLR2004 - (rows, classes)
+                continue
+            classes = outputs[index].shape[1]
+            ignored = getattr(self._losses[index], "ignore_index", -100)
+            counted = labels[index][labels[index] != ignored]
+            strange = counted[(counted < 0) | (counted >= classes)]
+            if strange.numel():
+                raise ValueError(told_classes(one.column.name, int(strange[0]), classes))
+
+
+def told_classes(name: str, value: float, classes: int) -> str:
+    """The message about a label for which the output has no class.
+
+    Args:
+        name: of the column.
+        value: that it holds.
+        classes: how many the output has.
+    """
+    return f"label column {name!r} holds class {value:g}, the model's output has the classes 0 to {classes - 1}"
+
+
+class UserMinibatch:
+    """Calls a user's `train_minibatch_fn`, with Horovod's arguments: as many of them as it takes.
+
+    `loss_fn` counts every row of the step once, whichever process holds it, as the built-in loop does: on the last,
+    shorter batch of an epoch it leaves out the rows that fill it up.
+
+    Args:
+        function: the user's.
+        batches: what turns rows into tensors.
+        optimizer: that it steps.
+    """
+
+    def __init__(self, function: Callable[..., Any], batches: Batches, optimizer: Any) -> None:
+        self._function = function
+        self._takes = _positional(function)
+        self._batches = batches
+        self._stepper: Stepper
+        self._pending = False
+        self._passes = 1
+        optimizer.register_step_post_hook(self._stepped)
+
+    def __call__(self, rows: Rows, step: int, passes: int, everywhere: int | None) -> Scored:
+        """Trains on one batch.
+
+        Args:
+            rows: the batch.
+            step: its number in the epoch.
+            passes: batches that make one step of the optimizer.
+            everywhere: rows of all processes in those batches.
+        """
+        batches, valid, count = self._batches, rows.valid, rows.count
+        factor = share(valid, batches.size, everywhere) if everywhere else 1.0 / passes
+        told: list[torch.Tensor] = []
+
+        def loss_fn(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
+            self._pending = True
+            outputs = outputs_of(outputs, len(batches.job.labels))
+            if valid == 0:
+                return torch.stack([output.sum() for output in outputs]).sum() * 0.0
+            few = [output[:valid] for output in outputs], [label[:valid] for label in labels]
+            value = batches.loss(*few, None if weights is None else weights[:valid])
+            told.append(value.detach())
+            return value * factor
+
+        arguments = (
+            batches.model,
+            self._stepper.optimizer,
+            batches.shaped,
+            loss_fn,
+            batches.inputs(rows, count),
+            batches.labels(rows, count),
+            batches.weights(rows, count),
+            passes,
+            step,
+        )
+        with self._stepper.autocast():
+            returned = self._function(*arguments[: self._takes])
+        if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
+            raise ValueError(f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}")
+        outputs, labels = batches.shaped(returned[0], batches.labels(rows, count))
+        loss = told[-1] if told else torch.as_tensor(returned[1]).detach()
+        return [one[:valid] for one in outputs], [one[:valid] for one in labels], loss
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients wait for the optimizer's step."""
+        return not self._pending
+
+    def enter(self, stepper: Stepper) -> None:
+        """Begins in a world, without gradients of the one before.
+
+        Args:
+            stepper: that counts the optimizer's steps.
+        """
+        self._stepper, self._pending = stepper, False
+
+    def end(self) -> None:
+        """Takes the step of the epoch's last batches, where the function steps before a batch as Horovod's does."""
+        if self._pending:
+            self._stepper.optimizer.step()
+            self._stepper.optimizer.zero_grad()
+
+    def _stepped(self, *_: Any) -> None:
+        self._stepper.taken += 1
+        self._pending = False
+
+
+def _positional(function: Callable[..., Any]) -> int:
+    kinds = [one.kind for one in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return 9
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(kind in places for kind in kinds)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A run's checkpoints: the last one, the best one, and those that are kept at an interval.
+
+<runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues from it
+<runs>/<run_id>/checkpoint.previous      after the epoch before, which is used if the last one is damaged
+<runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
+<runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import farandole.torch as hvd
+from farandole.numpy.plain import broadcast_plain
+from farandole.spark.common.show.events import scalars
+from farandole.spark.torch.job import Trained
+from farandole.spark.torch.saving import payload
+from farandole.stores.consent import PickleNotAllowedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from farandole.spark.torch.job import Job
+
+
+class Checkpoints:
+    """Writes them on rank 0 and reads them back.
+
+    Args:
+        job: the run.
+        rank: of this process.
+        moves: whether another process may become rank 0: then all keep the best.
+
+    Attributes:
+        rank: of this process.
+        best: the best so far, where that is kept.
+    """
+
+    def __init__(self, job: Job, rank: int, *, moves: bool = False) -> None:
+        self._job = job
+        self._store = job.store
+        self._moves = moves
+        self.rank = rank
+        self.best: bytes | None = None
+
+    def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Takes the run's checkpoint into model and optimizer, everywhere alike; a collective call.
+
+        Args:
+            model: on its device.
+            optimizer: over its parameters.
+
+        Returns:
+            The rest of the checkpoint; empty for a fresh run.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        found = self._store.resume() if self.rank == 0 else None
+        rest = None if found is None else payload.pack_state(self._load(found, model, optimizer))
+        rest = broadcast_plain(rest, 0)
+        optimizer.load_state_dict(optimizer.state_dict())  # moves its tensors to where the parameters are
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return {} if rest is None else payload.unpack_state(rest)
+
+    def _load(self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        try:
+            state = payload.unpack_state(found)
+        except pickle.UnpicklingError as error:
+            raise PickleNotAllowedError(
+                f"the checkpoint of run {self._job.run_id!r} contains more than tensors and plain "
+                "values, which no run of "
+                f"this estimator writes, so it is not loaded: {self._store.run_path}: {error}"
+            ) from error
+        try:
+            model.load_state_dict(state.pop("model"))
+            optimizer.load_state_dict(state.pop("optimizer"))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint of run {self._job.run_id!r} belongs to another model or optimizer: choose another "
+                f"run_id, or delete {self._store.run_path}: {error}"
+            ) from error
+        return state
+
+    def publish(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> None:
+        """Writes the files of an epoch.
+
+        Args:
+            state: makes the checkpoint.
+            history: of all epochs so far.
+        """
+        best = self._job.loop.best
+        is_best = best is not None and best.best(history) == len(history) - 1
+        keeps = is_best and (self._moves or self.rank == 0)
+        writes = self._store.saving_runs and self.rank == 0
+        if not (keeps or writes):
+            return
+        packed = payload.pack_state(state())
+        if keeps:
+            self.best = packed
+        if not writes:
+            return
+        name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
+        if is_best:
+            self._store.write_checkpoint(f"{name}.best", packed)
+        if every is not None and len(history) % every == 0:
+            self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
+        self._store.write_checkpoint(name, packed)
+        logs = self._store.logs_subdir
+        self._store.write(f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode())
+        self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
+
+    def result(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> Trained | None:
+        """The result of rank 0: the last state, or the best one if requested.
+
+        Args:
+            state: makes a checkpoint.
+            history: of all epochs.
+        """
+        if self.rank != 0:
+            return None
+        if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
+            # A resumed run whose best epoch came before has it in the store alone.
+            best = self.best or self._store.read_checkpoint(f"{self._store.checkpoint_filename}.best")
+            if best is not None:
+                return Trained(best, history)
+        return Trained(payload.pack_state(state()), history)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The setup of a training process before its loop: seeds, threads, device, source of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+from farandole.spark import task
+from farandole.spark.torch.training import compiler
+from farandole.spark.torch.training.source import ModuleSource, TensorSource
+
+if TYPE_CHECKING:
+    from farandole.spark.common.data.reading import Data
+    from farandole.spark.torch.job import Job, Loop
+
+Batched = TensorSource | ModuleSource
+
+_FOR_A_NORM = 2
+"""Rows that a batch norm needs to train on."""
+
+
+def prepare_process(loop: Loop, rank: int) -> None:
+    """Seeds and configures this process.
+
+    Args:
+        loop: how the training loop goes.
+        rank: of this process.
+    """
+    if not loop.compile:
+        compiler.defer()
+    if loop.mp_start_method is not None:
+        multiprocessing.set_start_method(loop.mp_start_method, force=True)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    if loop.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    seed = loop.random_seed if loop.random_seed is not None else (0 if loop.deterministic else None)
+    if seed is not None:
+        torch.manual_seed(seed + rank)
+
+
+def device_of(wanted: bool) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        wanted: whether GPUs may be used.
+    """
+    here = wanted and torch.cuda.is_available()
+    choice = task.device(torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size())
+    return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
+
+
+def agree_on_device(device: torch.device) -> None:
+    """Sees that every rank has come to the same kind of device; a collective call.
+
+    Args:
+        device: of this rank.
+
+    Raises:
+        RuntimeError: some ranks have a GPU and some do not.
+    """
+    has_gpu = int(device.type == "cuda")
+    ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
+    if ranks not in (0, hvd.size()):
+        raise RuntimeError(f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on CPUs")
+
+
+def on_device(loss: Any, device: torch.device) -> Any:
+    """A loss with its own tensors where the outputs are."""
+    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
+
+
+def sources(
+    job: Job, transformation: Any, data_module: Any, rank: int, size: int, *, moves: bool = False
+) -> tuple[Batched, Batched | None, contextlib.AbstractContextManager[Any]]:
+    """Training and validation batches, and the context that they are read in.
+
+    Args:
+        job: the run.
+        transformation: of rows, by the user; or `None`.
+        data_module: class of the user's; `None` is the native reader.
+        rank: of this process.
+        size: processes.
+        moves: whether an epoch may continue with another number of processes.
+    """
+    data = job.data
+    if data_module is not None:
+        steps = module_steps(data, size)
+        module = data.module(
+            data_module, epochs=job.loop.epochs, transformation=transformation, rank=rank, size=size, steps=steps
+        )
+        held = None if data.val_url is None else ModuleSource(module.val_data, steps[1])
+        return ModuleSource(module.train_data, steps[0]), held, module
+    # Labels are cast after they have been looked at; with a transformation everything is.
+    casts: dict[str, str | None] = dict.fromkeys(data.columns)
+    if transformation is None:
+        used = [name for one in job.inputs for name in one.columns] + [one.column.name for one in job.labels]
+        used += [job.weight] if job.weight else []
+        floats = {one.columns[0] for one in job.inputs if len(one.columns) == 1 and one.dtype == "float32"}
+        floats |= {one.column.name for one in job.labels if one.dtype == "float32" and _is_exact(one.column.dtype)}
+        casts = {name: "float32" if name in floats else None for name in dict.fromkeys(used)}
+
+    def source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:
+        return TensorSource(
+            url,
+            casts,
+            batch_size=batch_size,
+            rank=rank,
+            size=size,
+            seed=data.order_seed,
+            shuffle=shuffle,
+            threads=threads,
+            in_memory=data.in_memory,
+            transformation=transformation,
+            least=_FOR_A_NORM,
+            missing=data.missing,
+            moves=moves,
+            ragged=data.ragged,
+        )
+
+    train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+    val = None
+    if data.val_url is not None:
+        # In whatever order: means over rows are the same, and each byte is read once.
+        val = source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+    return train, val, contextlib.nullcontext()
+
+
+def module_steps(data: Data, size: int) -> tuple[int, int]:
+    """Steps of an epoch that a data module is asked for: as in Horovod, only whole ones.
+
+    Args:
+        data: that it reads.
+        size: processes.
+    """
+    train = data.train_steps or max(1, data.train_rows // (data.batch_size * size))
+    return train, data.val_steps or max(1, data.val_rows // (data.val_batch_size * size))
+
+
+def _is_exact(dtype: str) -> bool:
+    """Whether labels of this type can be examined as float32."""
+    return dtype.startswith(("float", "int", "uint", "bool"))

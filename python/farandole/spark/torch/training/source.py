@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Batches as tensors, from the native reader or from the user's data module."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from farandole.spark.common.data.source import Place, Rows, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+
+
+class TensorSource(Source):
+    """Prepared data, or Parquet of any program, through the native reader."""
+
+    keeps_place = True
+    """Whether another process can continue an epoch in the middle."""
+
+    def epoch(self, number: int, steps: int) -> Generator[Rows]:
+        """As `Source.epoch`."""
+        with closing(super().epoch(number, steps)) as batches:
+            for rows in batches:
+                yield replace(rows, columns=tensors_of(rows.columns))
+
+
+class ModuleSource:
+    """Batches of a user's data module, whose rows all count.
+
+    Args:
+        loader: makes an iterable of batches, each a mapping or a named tuple of columns.
+        steps: of one epoch.
+    """
+
+    keeps_place = False
+
+    def __init__(self, loader: Callable[[], Iterable[Any]], steps: int) -> None:
+        self.steps = max(steps, 1)
+        self._loader = loader
+        self._left: Iterator[Any] | None = None
+
+    def rows_in(self, _first: int, _last: int) -> None:
+        """Rows of all processes in some steps, which are unknown."""
+        return
+
+    def begin_at(self, place: Place) -> None:
+        """Has epochs begin at their beginning, as they do."""
+        del place
+
+    def steps_until_end(self) -> int:
+        """Steps of an epoch."""
+        return self.steps
+
+    def place_after(self, _number: int, steps: int) -> Place:
+        """Returns the number of steps that are done. No other position is known.
+
+        Args:
+            steps: that are done.
+        """
+        return Place(steps)
+
+    def epoch(self, _number: int, steps: int) -> Generator[Rows]:
+        """The batches of an epoch: an infinite loader continues where it was, a finite one starts again.
+
+        Args:
+            steps: how many batches.
+        """
+        for _ in range(steps):
+            tensors = tensors_of(self._next())
+            count = len(next(iter(tensors.values())))
+            yield Rows(tensors, count, count)
+
+    def _next(self) -> Mapping[str, Any]:
+        for left in (self._left, None):
+            self._left = iter(self._loader()) if left is None else left
+            batch = next(self._left, None)
+            if batch is not None:
+                return batch if isinstance(batch, dict) else batch._asdict()
+        raise ValueError("the data module has no batches")
+
+
+def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Columns of NumPy or torch as tensors, without those of no numeric type.
+
+    Args:
+        columns: by name, rows first.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in columns.items():
+        if isinstance(values, torch.Tensor):
+            tensors[name] = values
+        elif np.asarray(values).dtype.kind in "biuf":
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
+    return tensors

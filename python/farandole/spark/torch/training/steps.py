@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""From a backward pass to an optimizer step: precision, clipping, learning rates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.spark.common.show.meter import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from farandole.spark.torch.job import Loop
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of `precision`, with the type for autocast."""
+
+
+class Stepper:
+    """Takes the optimizer's steps.
+
+    Attributes:
+        meter: Of where their time goes.
+
+    Args:
+        optimizer: distributed.
+        scheduler: of learning rates, or a function that makes one of an optimizer; or `None`.
+        loop: how the training loop goes.
+        device: where the model is.
+        size: by which learning rates are multiplied; schedulers see those of one process.
+    """
+
+    def __init__(self, optimizer: Any, scheduler: Any, loop: Loop, device: torch.device, size: int) -> None:
+        self.optimizer = optimizer
+        self.meter = Meter()
+        self.taken = 0
+        self._size = size
+        self._clip = loop.clip_norm
+        self._device = device
+        self._dtype = PRECISIONS[loop.precision]
+        # bfloat16 has the exponents of float32 and needs no scaling.
+        self._scaler = torch.amp.GradScaler(device.type) if loop.precision == "fp16" else None
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self.scheduler: Any = None
+        if scheduler is not None:
+            with self._unscaled():
+                self.scheduler = scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
+            _rebind(self.scheduler, optimizer)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context that models and losses are called in."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Computes gradients.
+
+        Args:
+            loss: one number.
+        """
+        with self.meter.phase("backward"):
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        """Reduces gradients over processes and takes the optimizer's step."""
+        self.taken += 1
+        if self._scaler is None and self._clip is None and not self.meter.watches:
+            self.optimizer.step()
+            return
+        with self.meter.reducing():
+            self.optimizer.synchronize()
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._clip is not None:
+            held = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
+            torch.nn.utils.clip_grad_norm_(held, self._clip)
+        with self.optimizer.skip_synchronize():
+            if self._scaler is None:
+                self.optimizer.step()
+            else:
+                self._scaler.step(self.optimizer)
+                self._scaler.update()
+
+    def schedule(self, monitored: float | None) -> None:
+        """Takes the scheduler's step, if there is one.
+
+        Args:
+            monitored: for a scheduler that watches a number.
+        """
+        if self.scheduler is None:
+            return
+        watches = "metrics" in inspect.signature(self.scheduler.step).parameters
+        with self._unscaled(), warnings.catch_warnings():
+            # It looks for traces that it left on the optimizer it was made with, which is on the driver.
+            warnings.filterwarnings("ignore", message=r".*(lr_scheduler\.step\(\)|optimizer\.step\(\)).*")
+            if watches:
+                self.scheduler.step(monitored)
+            else:
+                self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint besides the optimizer."""
+        state: dict[str, Any] = {}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        if self._scaler is not None:
+            state["scaler"] = self._scaler.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads the state of a checkpoint.
+
+        Args:
+            state: the whole checkpoint.
+        """
+        if self.scheduler is not None and "scheduler" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+            # One that was made on the spot has set its first rate, where the checkpoint's optimizer had a later one.
+            for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update(kept)
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def go_on(self, state: dict[str, Any], size: int) -> None:
+        """Goes back to a state of this run, with the optimizer's as it was then, in a world of another size.
+
+        Args:
+            state: as `state` told.
+            size: by which learning rates are to be multiplied.
+        """
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if size != state["size"]:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * size / state["size"]
+        self._size = size
+
+    def kept(self) -> dict[str, Any]:
+        """The state to which `go_on` returns."""
+        return copy.deepcopy(self.state()) | {"size": self._size}
+
+    @contextlib.contextmanager
+    def _unscaled(self) -> Iterator[None]:
+        """Has the optimizer hold the learning rates of one process."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] / self._size
+        try:
+            yield
+        finally:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * self._size
+
+
+def _rebind(scheduler: Any, optimizer: Any) -> None:
+    """Has a scheduler that was made with the user's optimizer, and those it is made of, change the one that steps."""
+    scheduler.optimizer = optimizer
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rebind(inner, optimizer)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""States that go from the ranks that have them to those that lack them, on real ranks."""
+
+import itertools
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+import farandole.torch as hvd
+from farandole.torch._state_transfer import Piece, Span, pieces_of
+
+PIECE, LARGE = 256, 64
+"""Bytes, instead of MiB: so small tensors are cut, too."""
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "bool", "uint8", "complex64", "float8_e4m3fn"]
+
+
+def small_pieces():
+    from farandole.torch import _state_transfer
+
+    _state_transfer._PIECE, _state_transfer._LARGE = PIECE, LARGE
+
+
+def usual_pieces():
+    from farandole.torch import _state_transfer
+
+    _state_transfer._PIECE, _state_transfer._LARGE = 16 << 20, 1 << 20
+
+
+def values(start):
+    """Tensors of many kinds; their values depend on the number."""
+    made = []
+    kinds = [(name, (3,)) for name in DTYPES]
+    kinds += [("int64", ()), ("bfloat16", ()), ("float32", (0,)), ("bfloat16", (31, 11)), ("int64", (9, 9))]
+    for name, shape in kinds:
+        count = torch.Size(shape).numel()
+        made.append(((torch.arange(count) + start) % 5).to(getattr(torch, name)).reshape(shape))
+    turned = (torch.arange(33.0) + start).reshape(3, 11).t()
+    images = torch.full((2, 3, 4, 5), float(start)).to(memory_format=torch.channels_last)
+    complex_ones = torch.full((40,), start + 1j).conj()
+    return [*made, turned, images, complex_ones]
+
+
+def bits(tensors):
+    return [tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
+
+
+def everybody_in_every_role():
+    from farandole.torch._state_transfer import Layout, Roles, move
+
+    small_pieces()
+    rank, size = hvd.rank(), hvd.size()
+    # S sends, T takes, N does neither.
+    for kinds in itertools.product("STN", repeat=size) if size < 4 else ["STNS", "TSST", "TTNS", "NTST"]:
+        senders, takers = ([at for at, kind in enumerate(kinds) if kind == role] for role in "ST")
+        if not senders or not takers:
+            continue
+        tensors = values(1 if rank in senders else 2 + rank)
+        before = bits(tensors)
+        if kinds[rank] == "N":
+            tensors = Layout.of(tensors).shadows()
+        move("everybody", tensors, Roles(senders, takers))
+        if kinds[rank] == "N":
+            assert all(tensor.is_meta for tensor in tensors)
+        else:
+            assert bits(tensors) == (bits(values(1)) if rank in takers else before), (kinds, rank)
+    usual_pieces()
+
+
+def test_takers_get_every_kind_of_tensor_whoever_sends_and_senders_keep_theirs(world):
+    world.run(everybody_in_every_role)
+
+
+def test_large_tensors_are_cut_and_small_ones_packed(monkeypatch):
+    from farandole.torch import _state_transfer
+
+    monkeypatch.setattr(_state_transfer, "_PIECE", PIECE)
+    monkeypatch.setattr(_state_transfer, "_LARGE", LARGE)
+    assert pieces_of([]) == []
+    assert pieces_of([0, 0]) == []
+    assert pieces_of([8, 600, 0, 63]) == [
+        Piece([Span(1, 0, 256)], is_packed=False),
+        Piece([Span(1, 256, 512)], is_packed=False),
+        Piece([Span(1, 512, 600)], is_packed=False),
+        Piece([Span(0, 0, 8), Span(3, 0, 63)], is_packed=True),
+    ]
+    assert [piece.size for piece in pieces_of([63] * 9)] == [252, 252, 63]
+
+
+def a_sender_is_lost():
+    from farandole.common.exceptions import FarandoleInternalError
+    from farandole.torch import _state_transfer
+    from farandole.torch._state_transfer import Roles, move
+
+    small_pieces()
+    if hvd.rank() == 1:
+        start = _state_transfer._Mover.start
+
+        def end_before_the_tenth(mover, piece):
+            if mover._count == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return start(mover, piece)
+
+        _state_transfer._Mover.start = end_before_the_tenth
+    tensor = torch.full((1000,), float(hvd.rank()))
+    try:
+        move("lost", [tensor], Roles([0, 1], [2]))
+    except FarandoleInternalError:
+        return tensor.tolist()
+    return None
+
+
+@pytest.mark.slow
+def test_all_ranks_hear_of_a_sender_that_is_lost_in_a_transfer(fresh_world):
+    first, _, taker = fresh_world(3).run(a_sender_is_lost, tolerate=True)
+    assert first == [0.0] * 1000
+    assert taker[-1] == 2.0  # the last piece cannot have come
+
+
+MEBIBYTES = 96
+
+
+def memory_of_a_rank_that_has_nothing_to_do():
+    from farandole.torch._state_transfer import Layout, Roles, move
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    rank = hvd.rank()
+    tensors = [torch.full((MEBIBYTES << 20,), rank, dtype=torch.uint8)]
+    if rank == 2:
+        tensors = Layout.of([torch.empty((MEBIBYTES << 20,), dtype=torch.uint8, device="meta")]).shadows()
+    hvd.barrier()
+    before = peak()
+    move("memory", tensors, Roles([0], [1]))
+    return peak() - before
+
+
+@pytest.mark.slow
+def test_a_rank_that_neither_sends_nor_takes_needs_no_memory(fresh_world):
+    *_, idle = fresh_world(3).run(memory_of_a_rank_that_has_nothing_to_do)
+    assert idle < MEBIBYTES / 4
+
+
+def model(dtype=torch.float32):
+    network = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 1))
+    return network.to(dtype)
+
+
+OPTIMIZERS = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "AdamW of tensors": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1)),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+def states_of_a_new_rank(name, dtype, new):
+    """What all ranks have after some of them have trained alike, and the new ones have come."""
+    from farandole.torch._tolerant import Tolerance
+
+    small_pieces()
+    torch.manual_seed(hvd.rank() if hvd.rank() in new else 100)
+    network = model(getattr(torch, dtype))
+    optimizer = OPTIMIZERS[name](network.parameters())
+    seen = torch.zeros((), dtype=torch.int64)
+    tolerance = Tolerance(optimizer, False, lambda: [seen])
+    if hvd.rank() not in new:
+        for _ in range(3):
+            network(torch.ones(2, 6, dtype=getattr(torch, dtype))).sum().backward()
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        seen += hvd.rank()
+        tolerance.steps, tolerance._is_whole, tolerance._is_new = 3, True, False
+    assert tolerance.enter() == (hvd.rank() in new)
+    assert tolerance.steps == 3
+    usual_pieces()
+    states = [optimizer.state[parameter] for parameter in network.parameters()]
+    told = [
+        {key: (str(value.dtype), value.tolist()) for key, value in state.items() if value is not None}
+        for state in states
+    ]
+    weights = [parameter.tolist() for parameter in network.parameters()]
+    return weights, told, float(optimizer.param_groups[0]["lr"]), int(seen)
+
+
+@pytest.mark.parametrize("new", [[2], [0], [0, 1]], ids="new {0}".format)
+@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in OPTIMIZERS] + [("Adam", "bfloat16")])
+def test_a_new_rank_has_the_parameters_and_the_state_of_the_others(trio, name, dtype, new):
+    results = trio.run(states_of_a_new_rank, name, dtype, new)
+    old = [rank for rank in range(3) if rank not in new]
+    for rank in range(3):
+        assert results[rank][:3] == results[old[0]][:3]
+        assert results[rank][2] == pytest.approx(0.05)
+        # Buffers differ between ranks: all of them come from one rank.
+        assert results[rank][3] == (old[0] if rank in new else rank)
+
+
+def a_rank_with_another_state():
+    """The state of the second rank has other tensors, as with an optimizer that creates them when it needs them."""
+    from farandole.torch._tolerant import Tolerance
+
+    rank = hvd.rank()
+    network = model()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(float(rank))
+    optimizer = OPTIMIZERS["SGD"](network.parameters())
+    tolerance = Tolerance(optimizer, False)
+    if rank < 2:
+        if rank == 1:
+            optimizer.state[network[0].weight]["momentum_buffer"] = torch.ones(16, 6)
+        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
+    tolerance.enter()
+    return [parameter.unique().tolist() for parameter in network.parameters()], len(optimizer.state)
+
+
+def test_only_ranks_whose_state_has_the_same_tensors_send_parts(trio):
+    *_, (weights, states) = trio.run(a_rank_with_another_state)
+    assert weights == [[0.0]] * 4
+    assert states == 0
+
+
+def another_model():
+    from farandole.torch._tolerant import Tolerance
+
+    network = torch.nn.Linear(3, 2 + (hvd.rank() == 1))
+    try:
+        Tolerance(OPTIMIZERS["SGD"](network.parameters()), False).enter()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_all_ranks_hear_that_one_has_another_model(trio):
+    said = trio.run(another_model)
+    assert said[0] == said[1] == said[2]
+    assert "those of rank 0 differ from those of ranks: 1" in said[0]
