@@ -76,9 +76,9 @@ const TABLE: [Row; 6] = [
 /// a job runs, and all members compare their choice when they greet each other.
 ///
 /// As text: `auto`, or rules like `direct:4096,doubling:65536,hierarchy`, of which the first counts whose bytes are not
-/// exceeded. Rules for worlds of one shape stand behind it: `2x4=doubling:32768,hierarchy` is for two hosts of which the
-/// fullest has four members. Such lists, and one without a shape for all other worlds, are separated by `;` or by the ends
-/// of lines; a line that begins with `#` is a remark.
+/// exceeded. Rules for worlds of one shape begin with the shape: `2x4=doubling:32768,hierarchy` is for two hosts of
+/// which the fullest has four members. Such lists, and one without a shape for all other worlds, are separated by `;` or by
+/// the ends of lines. A line that begins with `#` is a remark.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Crossover {
     /// By hosts, and members on the fullest host.
@@ -86,7 +86,7 @@ pub struct Crossover {
     rules: Rules,
 }
 
-/// Up to how many bytes which algorithm.
+/// Algorithms, each with the largest number of bytes.
 type Rules = Vec<(usize, Algorithm)>;
 
 impl Crossover {

@@ -83,7 +83,8 @@ struct Links {
 }
 
 /// Every rank has a link for data to every other, links for control to its neighbours in the tree, and connections for
-/// heartbeats with few ranks of other hosts: as many as rank 0, for hosts are equal. The higher rank dials, several peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
+/// heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The higher rank dials, several
+/// peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
 fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);

@@ -18,10 +18,10 @@ use crate::record::{HEADER, Header, Kind, TAG, WORD};
 use crate::shared::Secured;
 
 const RECORD: usize = HEADER + WORD + TAG;
-/// Where a reason begins.
+/// Offset of a reason.
 const REASON: usize = 6;
 
-/// What the two ends tell each other.
+/// A message between the two ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
     /// This process leaves in order.
@@ -52,7 +52,7 @@ impl Word {
         bytes
     }
 
-    /// `None` for what no sender says.
+    /// Reads a word; `None` where no sender says that.
     fn decode(bytes: &[u8; WORD]) -> Option<Self> {
         let ([kind, rank @ .., length], text) = bytes.split_first_chunk::<REASON>()?;
         match kind {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which ranks exchange heartbeats.
+//! The ranks that exchange heartbeats.
 //!
 //! Ranks of a machine watch each other. Machines form a circle with chords: each machine is joined with those that are
-//! 1, 2, 4, 8, ... places away in both directions. Of a machine that is joined with its own, a rank exchanges heartbeats
-//! with the rank of the same place; where one of the two machines has fewer ranks, its ranks are counted again from the
-//! first. A rank hears of all other losses from these peers ([`service`](crate::service)).
+//! 1, 2, 4, 8, ... places away in both directions. Rank `i` of a machine exchanges heartbeats with rank `i` of each
+//! joined machine. If one of the two machines has fewer ranks, its ranks are counted again from the first. A rank hears
+//! of all other losses from these peers ([`service`](crate::service)).
 //!
 //! - The number of peers on other machines grows with the logarithm of the number of machines.
 //! - The ranks of the same place on all machines are connected with each other, also after the loss of any three of
@@ -24,7 +24,7 @@ pub(crate) struct Circle {
 }
 
 impl Circle {
-    /// Of the machines that the ranks are on, by rank.
+    /// Makes the circle from the machine of each rank, by rank.
     pub(crate) fn new<'a>(machines: impl IntoIterator<Item = &'a str>) -> Self {
         let (mut places, mut circle) = (HashMap::new(), Vec::<Vec<Rank>>::new());
         for (rank, machine) in (0u32..).map(Rank).zip(machines) {
@@ -37,7 +37,7 @@ impl Circle {
         Self { machines: circle }
     }
 
-    /// Those with which a rank exchanges heartbeats where they share no memory.
+    /// The ranks with which a rank exchanges heartbeats where they share no memory.
     pub(crate) fn peers(&self, own: Rank) -> BTreeSet<Rank> {
         let found = self.machines.iter().enumerate().find_map(|(place, ranks)| {
             ranks.iter().position(|rank| *rank == own).map(|number| (place, number, ranks))

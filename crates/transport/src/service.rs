@@ -7,9 +7,10 @@
 //! more than [`MOST`]: of those that have not shown the key's code, the oldest from where most of them come. A rank shows it
 //! in its first message, so a flood unseats its own kind.
 //!
-//! A rank watches few ranks of other hosts. What it finds out about them and about ranks of its host it tells all that it
-//! exchanges heartbeats with, and these tell others. Whoever watches a rank himself believes nobody else: where only the
-//! way between two others is broken, the words of an engine can still reach it.
+//! A rank watches the ranks of its host and few ranks of other hosts. When it sees that one of them is lost, it tells
+//! all ranks with which it exchanges heartbeats, and these pass it on. A rank that watches the lost one itself passes the
+//! news on and does not act on it: if only the network between two other ranks is broken, its engine can still speak
+//! with both.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -53,7 +53,7 @@ pub(crate) struct Shared {
     pub(crate) key: Key,
     pub(crate) use_shared_memory: bool,
     pub(crate) peer_timeout: Duration,
-    /// Some ranks hear of losses from others only.
+    /// Whether some ranks hear of losses from others only.
     pub(crate) hearsay: AtomicBool,
     pub(crate) parker: Parker,
     /// Refers to this process, for peers to watch; `None` where the kernel has none.
@@ -215,7 +215,8 @@ impl Shared {
         let _ = self.parker.bell().ring();
     }
 
-    /// How long a peer may show no life. Where ranks hear of losses from others, they need some of the timeout for that.
+    /// The longest time for which a peer may show no life. If ranks hear of losses from others, that needs some of the
+    /// timeout.
     pub(crate) fn longest_silence(&self) -> Duration {
         let timeout = self.peer_timeout;
         if self.hearsay.load(Ordering::Relaxed) { timeout - hearsay(timeout) } else { timeout }

@@ -6,8 +6,8 @@
 //! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. Where the
 //! kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of their handshake, whose end tells the
 //! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer says a word now and
-//! then on a connection of its own, which also ends when the process does. There it also tells of ranks that it has lost,
-//! for a rank has such a connection with few others ([`circle`](crate::circle)).
+//! then on a connection of its own, which also ends when the process does. It also tells there
+//! which ranks it has lost, because a rank has such connections with few others ([`circle`](crate::circle)).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -47,7 +47,7 @@ FEW_STEPS: Final = ("direct", "doubling")
 SMALL: Final = 1 << 20
 """Bytes up to which these are tried."""
 CLEARLY: Final = 1.05
-"""How many times longer an algorithm takes before another replaces it: less may be chance."""
+"""Another algorithm is chosen if it is so many times faster: less may be chance."""
 
 
 class Memory:
@@ -114,7 +114,7 @@ def agreed(seconds: float) -> float:
 
 
 class Row(NamedTuple):
-    """What was measured at one size."""
+    """The measurement at one size."""
 
     size: int
     iterations: int

@@ -181,7 +181,7 @@ fn both_keys() -> (Keys, Keys) {
     (dialer.keys(Side::Dialer).unwrap(), acceptor.keys(Side::Acceptor).unwrap())
 }
 
-/// What rank 0 of a world has, and its service before it runs.
+/// The shared state of rank 0 in a world, and its service before it runs.
 fn service(size: u32) -> (Arc<Shared>, Service) {
     let shared = Shared::new(Facts {
         rank: Rank(0),
@@ -217,7 +217,7 @@ fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     assert_eq!((beats.hear(), beats.hear()), (Heard::Word(Word::Goodbye), Heard::End));
 }
 
-/// What is said next but beats.
+/// The next word that is no beat.
 fn next(beats: &mut Beats) -> Heard {
     let limit = Instant::now() + PATIENCE;
     loop {
