@@ -224,7 +224,7 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
 /// Heartbeats: whoever could forge them could hide a death or feign a farewell.
 #[test]
 fn tr_7_a_heartbeat_that_was_meddled_with_loses_the_peer_and_names_the_link() {
-    let beat = 16 + 1 + 16;
+    let beat = 16 + 128 + 16;
     let harms = [
         Harm::Change(1),
         Harm::Repeat(beat),
