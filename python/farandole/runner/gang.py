@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
-from farandole.runner.hearing import Hearing
+from farandole.runner.hearing import Hearing, how_ended
 from farandole.runner.outcome import Ending, failure
 from farandole.runner.pickles import culprit
 from farandole.runner.watcher import NOBODY
@@ -391,6 +391,7 @@ class _Gang(Hearing):
             return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
+            self.watcher.left(event.task, how_ended(event))
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
@@ -406,6 +407,8 @@ class _Gang(Hearing):
         if self.seen.assigned:
             self.seen.lost = self.seen.lost or what
         self.watcher.event(f"task {event.task}{who} was lost", event.text)
+        if event.task is not None:
+            self.watcher.left(event.task, "lost")
         if not self.seen.assigned and event.task is not None:
             self.seen.registered.discard(event.task)
 
