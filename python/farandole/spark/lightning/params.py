@@ -86,9 +86,10 @@ class LightningParams(TorchParams):
             ValueError: one of them is `allow_pickle`: `CrossValidator` saves its param maps, and the file of another
                 user must not contain the consent to run code.
         """
+        copied = super().copy(extra)  # a value of a wrong type is its own error
         if extra and self.getParam(PARAMETER) in extra:
             raise ValueError(f"a param map cannot set {PARAMETER}, since Spark saves param maps: use setAllowPickle")
-        return super().copy(extra)
+        return copied
 
     setNumGpus, getNumGpus = accessors("num_gpus")
     setNumGPUs, getNumGPUs = setNumGpus, getNumGpus  # Horovod's spelling
