@@ -63,8 +63,10 @@ packages:
 	@.ci/packages
 
 # The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
-# real Jupyter kernel. The timelines of all ranks. `test` has the short ones.
-test-ui: bytecode packages
+# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on Spark 4.1, which neither
+# `test` nor `test-spark` has.
+test-ui: bytecode packages .tools/pyspark-4.1/ready
+	$(MAKE) spark-plugin-4.1
 	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
@@ -114,11 +116,14 @@ test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
-	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --durations=30
+	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --reruns 1 --durations=30
 
-spark-older-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
+spark-older-% spark-plugin-%: python = $(CURDIR)/.tools/pyspark-$*/bin/python
 spark-older-%:
 	PYSPARK_PYTHON=$(python) $(python) -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20
+
+spark-plugin-%:
+	PYSPARK_PYTHON=$(python) $(python) -m pytest tests/spark/test_plugin.py -m "not slow" --reruns 1
 
 # pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last version with such a jar. The
 # environment is created again if this file or the packages of the main environment have changed.

@@ -94,7 +94,7 @@ fn nothing_that_somebody_on_the_way_does_makes_a_rank_accept_his_bytes() {
         let way = if random.below(2) == 0 { Way::ToAcceptor } else { Way::ToDialer };
         // That of heartbeats, too, which may end before the harm is done.
         let connection = random.below(1 + usize::from(streams));
-        let offset = random.below(if connection == 0 { 50 } else { TOTAL / 2 });
+        let offset = random.below(if connection == 0 { 240 } else { TOTAL / 2 });
         let plan = Plan { connection, way, offset, harm: harm(random) };
         let meeting = MemoryRendezvous::default();
         let target = meeting.clone();

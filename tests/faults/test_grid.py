@@ -44,6 +44,13 @@ def test_every_fault_is_survived_or_told_in_time(cell: Cell) -> None:
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.parametrize("fault", ["kill", "stop", "partition", "drop"])
+def test_on_16_hosts_ranks_hear_in_time_of_a_fault_that_only_7_of_them_see(fault: str) -> None:
+    experiment.run(Cell("allreduce", fault, "tcp", 16))
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_stopped_for_30_seconds_is_told_of_within_5_by_default(transport: str) -> None:
     experiment.run(Cell("allreduce", "stop", transport, 3), peer_timeout=5.0, stopped_for=30.0)

@@ -5,18 +5,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT = 100.0
 
 
-def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     command = [sys.executable, "-m", "farandole", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=env)
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"])
@@ -48,6 +53,28 @@ def test_invalid_arguments_are_refused() -> None:
         done = bench(*wrong)
         assert done.returncode == 2
         assert done.stdout == ""
+
+
+def test_measured_rules_are_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "rules"
+    path.write_text("2x2=hierarchy\n")
+    sizes = ("--sizes", "4,1K,2M", "--iterations", 3)
+    done = bench("allreduce", "-np", 2, *sizes, "--json", "--write", path)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["bytes"] for line in done.stdout.splitlines()] == [4, 1 << 10, 2 << 20]
+    kept, found = path.read_text().splitlines()
+    assert kept == "2x2=hierarchy"
+    assert found.startswith("1x2=")
+    assert found.endswith("pipeline"), "for 2 MiB nothing else is timed"
+    told = [line for line in done.stderr.splitlines() if " bytes: " in line]
+    assert [line.count(" us") for line in told] == [3, 3, 1]
+    read = {**os.environ, "FARANDOLE_ALLREDUCE_ALGORITHM": f"@{path}"}
+    assert bench("allreduce", "-np", 2, *sizes, env=read).returncode == 0
+    path.write_text("1x2=ring\n")
+    refused = bench("allreduce", "-np", 2, *sizes, env=read)
+    assert refused.returncode != 0
+    assert "no rule of algorithms: ring" in refused.stderr
+    assert bench("broadcast", "-np", 2, "--write", path).returncode != 0
 
 
 def test_64_ranks_of_one_host_share_memory_with_all_others() -> None:

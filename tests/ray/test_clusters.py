@@ -99,7 +99,8 @@ def steps_of_two():
 
 def stays():
     logs = Path(cluster.head_node.get_logs_dir_path())
-    return any("stays on its node for now" in one.read_text(errors="replace") for one in logs.glob("worker-*"))
+    files = [one for one in logs.rglob("*") if one.is_file()]
+    return any("stays on its node for now" in one.read_text(errors="replace") for one in files)
 
 def drain():
     waited(steps_of_two)

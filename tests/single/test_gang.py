@@ -246,12 +246,20 @@ def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(
         endings=[],
     )
 
+    told = FarandoleJobError("the Spark job has failed: worker lost", rank=0, host="host-0", exit_code=3)
+    told.exception_type, told.__cause__ = "builtins.KeyError", KeyError("x")
+
     def endings():
-        raise FarandoleJobError("the Spark job has failed: worker lost")
+        raise told
 
     monkeypatch.setattr(script, "endings", endings)
-    with pytest.raises(FarandoleJobError, match=r"worker lost; of the gang before, task 1 \(rank 1 on host-1\) was"):
+    with pytest.raises(
+        FarandoleJobError, match=r"worker lost; before that, task 1 \(rank 1 on host-1\) was lost: its agent was silent"
+    ) as caught:
         play(script, stdout=io.StringIO(), stderr=io.StringIO())
+    error = caught.value
+    assert (error.rank, error.host, error.exit_code, error.exception_type) == (0, "host-0", 3, "builtins.KeyError")
+    assert isinstance(error.__cause__, KeyError)
 
 
 def test_published_results_answer_for_rows_that_spark_lost(capsys):

@@ -132,6 +132,30 @@ def test_steps_are_thinned_and_the_last_ones_are_there(remote, tmp_path, monkeyp
     assert told[-1] > 0.95
 
 
+def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_path):
+    book = Journal(remote, {}, output=tmp_path / "output")
+    with training.telling(None, "mine", "x", {}, book) as run:
+        run.seats([{"rank": rank, "task": rank, "host": "a"} for rank in range(11)])
+        run.line(1, "stdout", "before")
+        run.restarted("rank 2 was lost")
+        run.line(1, "stdout", "after")
+        run.line(10, "stderr", "alas")
+    book.close()
+    assert (tmp_path / "output/rank.01/stdout").read_text() == "before\nafter\n"
+    assert (tmp_path / "output/rank.10/stderr").read_text() == "alas\n"
+    assert (tmp_path / "output/rank.00/stdout").read_text() == ""
+
+
+def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
+    (tmp_path / "output").write_text("not a directory")
+    book = Journal(remote, {}, output=tmp_path / "output")
+    with caplog.at_level(logging.WARNING, "farandole"), training.telling(None, "mine", "x", {}, book) as run:
+        run.line(0, "stdout", "one")
+        run.line(0, "stdout", "two")
+    book.close()
+    assert len([one for one in caplog.records if "what ranks print cannot be written" in one.message]) == 1
+
+
 def test_a_store_that_fails_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "runs").write_text("not a directory")
     with caplog.at_level(logging.WARNING, "farandole"):

@@ -10,8 +10,10 @@ import types
 
 import pytest
 
+from farandole.runner.show.training import Training
 from farandole.spark.common.show import notebook
 from farandole.spark.common.show.chart import thinned
+from farandole.spark.common.show.ranks import table
 
 
 def step(epoch, number, loss=0.5, epochs=4, steps=100):
@@ -93,6 +95,51 @@ def test_an_error_ends_it_without_a_time(cell):
     shown.__exit__(RuntimeError, RuntimeError(), None)
     assert "ended by RuntimeError" in cell.pages[-1]
     assert "left" not in cell.pages[-1]
+
+
+def rank(number, **more):
+    return {"rank": number, "host": "host-a", "task": number, "executor": None, "pid": 100 + number} | more
+
+
+def busy(number, compute=0.1):
+    return rank(number, step_seconds=compute + 0.1, data_seconds=0.05, reduce_seconds=0.1)
+
+
+def cells(page):
+    """The table's lines, as text."""
+    return [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)]
+
+
+def test_the_ranks_and_their_state_are_shown(cell):
+    shown = notebook.Notebook()
+    run = Training(None, "mine", "run", others=[shown.told()])
+    run.seats([{"rank": number, "task": number, "host": "<b>host</b>"} for number in range(3)])
+    cell.clock += 1
+    run.said(0, {"pid": 7, "step_seconds": 0.2, "data_seconds": 0.05, "reduce_seconds": 0.1})
+    cell.clock += 1
+    run.said(1, {"pid": 8, "gpu": 1, "step_seconds": 0.2, "data_seconds": 0.0, "reduce_seconds": 0.01})
+    assert cells(cell.pages[-1].replace("&lt;b&gt;host&lt;/b&gt;", "host")) == [
+        ["rank", "state", "host", "process", "GPU", "step", "waits for data", "reduces"],
+        ["0", "training", "host", "7", "", "200.0 ms", "25%", "50%"],
+        ["1", "slow", "host", "8", "1", "200.0 ms", "0%", "5%"],
+        ["2", "starting", "host", "", "", "", "", ""],
+    ]
+    cell.clock += 1
+    run.left(2, "lost")
+    assert cells(cell.pages[-1])[3][:2] == ["2", "lost"]
+    assert "<b>" not in cell.pages[-1]
+
+
+def test_of_many_ranks_those_that_need_attention_are_listed(cell):
+    told = [busy(number) for number in range(1000)]
+    told[700] = busy(700, compute=0.5)
+    told[900] = rank(900, state="lost")
+    found = table(told)
+    listed = [line[:2] for line in cells(found)[1:]]
+    assert listed == [[str(number), "training"] for number in range(6)] + [["700", "slow"], ["900", "lost"]]
+    assert "992 more ranks: 992 training" in found
+    assert len(table([busy(number) | {"host": "h" * 10_000} for number in range(1000)])) < 8_000
+    assert table([]) == ""
 
 
 def test_thinned_rows_have_the_last_one():

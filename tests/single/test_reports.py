@@ -23,7 +23,7 @@ def listeners(monkeypatch):
     monkeypatch.setattr(reports, "_WARNED", {})
     found = SimpleNamespace(rows=[], progress=[])
     put = lambda _run, key, _body, **_options: found.rows.append(key)  # noqa: E731
-    training = Training(None, "mine", "run", journal=SimpleNamespace(put=put, gauge=lambda *_: None))
+    training = Training(None, "mine", "run", others=[SimpleNamespace(put=put, gauge=lambda *_: None)])
     found.rows.clear()
 
     def send(record, kind=hearing.PROGRESS):

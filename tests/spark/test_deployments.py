@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.spark.deployments import KILLS, MAJOR, PATIENCE, connect_server, drive, driver, standalone
+from tests.spark.deployments import KILLS, PATIENCE, connect_server, drive, driver, standalone
 
 pytestmark = pytest.mark.timeout(280 * PATIENCE)
 
@@ -257,7 +257,12 @@ profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
 try:
     # Two executors of two cores hold two tasks of two cores, and not a third.
     size = lambda: __import__("os").environ["WORLD_SIZE"]
+    def elastic_size():
+        import farandole.numpy as hvd
+        hvd.init()
+        return hvd.size()
     print("sizes", farandole.spark.run(size, num_proc=2, resource_profile=profile))
+    print("elastic", farandole.spark.run_elastic(elastic_size, num_proc=2, resource_profile=profile))
     farandole.spark.run(work, args=(1,), num_proc=3, start_timeout=3, resource_profile=profile)
 except Exception as error:
     print(type(error).__name__, error)
@@ -275,9 +280,7 @@ def test_a_standalone_cluster_started_from_the_pip_package_runs_and_fits(on_stan
 
 
 @pytest.mark.slow
-def test_stage_level_scheduling_gives_tasks_what_the_profile_asks_for_or_says_which_pyspark_it_needs(on_standalone):
-    if MAJOR < 4:
-        assert "ValueError resource_profile needs pyspark 4.0 or newer" in on_standalone.stdout
-    else:
-        assert "sizes ['2', '2']" in on_standalone.stdout, on_standalone.stderr[-3000:]
-        assert "TimeoutError" in on_standalone.stdout
+def test_stage_level_scheduling_gives_tasks_what_the_profile_asks_for(on_standalone):
+    assert "sizes ['2', '2']" in on_standalone.stdout, on_standalone.stderr[-3000:]
+    assert "elastic [2, 2]" in on_standalone.stdout, on_standalone.stderr[-3000:]
+    assert "TimeoutError" in on_standalone.stdout

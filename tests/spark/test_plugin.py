@@ -9,9 +9,11 @@ import html
 import json
 import re
 import shutil
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,12 +23,11 @@ from farandole.spark.shim import CLASS, JAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 BEGIN = """
-import json, time, urllib.request
+import json, time, urllib.error, urllib.request
 from farandole.spark import task
 
 def plugged(master="local[2]", **settings):
@@ -50,6 +51,16 @@ def rows(spark):
     told = json.loads(urllib.request.urlopen(ui(spark) + "/training/rows").read())
     return [(run, key, json.loads(body)) for run, key, body in told["rows"]]
 
+def answer(url):
+    try:
+        with urllib.request.urlopen(url) as told:
+            return told.status, told.headers["Content-Disposition"], told.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, None, error.read().decode()
+
+def timed(found):
+    return next(run for run, key, body in found if key == "run" and "timeline" in body)
+
 def until_rows(spark, fits, limit=20):
     deadline = time.monotonic() + limit
     while True:
@@ -68,6 +79,8 @@ def train(epochs):
             scores = {"loss": 1.0 / (epoch + 1), "all_metrics": [{"accuracy": float("nan") if epoch else 0.5}]}
             entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
             task.report({"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 10, "rows_per_second": 1000.0})
+    import farandole.numpy as hvd
+    hvd.init()
     task.say({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
     return os.getpid()
 """
@@ -104,7 +117,9 @@ def application(base: str) -> str:
     while True:
         listed = json.loads(get(f"{base}/api/v1/applications")[1])
         if listed:
-            return f"{base}/history/{listed[0]['id']}"
+            path = f"{base}/history/{listed[0]['id']}"
+            get(f"{path}/training/")  # the server reads the whole log for its first page
+            return path
         assert time.monotonic() < deadline, "the History Server lists no application"
         time.sleep(0.1)
 
@@ -114,7 +129,7 @@ def test_a_run_is_in_the_live_tab_in_the_metrics_and_in_the_history_server(tmp_p
 spark = plugged()
 assert not [row for row in rows(spark) if row[0]], rows(spark)
 train.__qualname__ = {HOSTILE!r}
-pids = farandole.spark.run(train, args=(3,), num_proc=2)
+pids = farandole.spark.run(train, args=(3,), num_proc=2, timeline="trace.json")
 def fail():
     raise KeyError("no such layer")
 try:
@@ -128,11 +143,12 @@ print(json.dumps([
     urllib.request.urlopen(ui(spark) + "/jobs/").read().decode(),
     urllib.request.urlopen(ui(spark) + "/training/rows").read().decode(),
     json.loads(urllib.request.urlopen(ui(spark) + "/metrics/json/").read())["gauges"],
+    [answer(ui(spark) + "/training/timeline?run=" + run) for run in (timed(found), "of-nobody", "../trace.json")],
 ]))
 spark.stop()
 """
     told = drive(BEGIN + TRAIN + body, tmp_path, 120).stdout.splitlines()[-1]
-    pids, live, page, headers, jobs, raw, gauges = json.loads(told)
+    pids, live, page, headers, jobs, raw, gauges, timelines = json.loads(told)
     assert 'href="/training/"' in re.sub(r"http://[^/\"]*", "", jobs), "no tab in Spark's own pages"
     assert "script-src 'self'" in headers["Content-Security-Policy"]
     assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -149,6 +165,11 @@ spark.stop()
     (ranks,) = [one["ranks"] for of, key, one in live if of == run and key == "ranks"]
     assert [one["pid"] for one in ranks] == pids
     assert all((one["step_seconds"], one["executor"]) == (0.25, "driver") and one["host"] for one in ranks), ranks
+    assert [one["state"] for one in ranks] == ["ended", "ended"]
+    assert [status for status, _, _ in timelines] == [200, 404, 404], "only files that the driver has named"
+    assert timelines[0][1] == "attachment; filename=timeline.json"
+    assert timelines[0][2] == (tmp_path / "trace.json").read_text()
+    assert row["timeline"] == str(tmp_path / "trace.json")
     assert any(key.startswith("stage/") and one["tag"] in row["tags"] for _, key, one in live)
     failed = next(row for name, (_, row) in by_name.items() if name.endswith("fail"))
     assert "no such layer" in failed["reason"]
@@ -166,12 +187,65 @@ spark.stop()
         past = rows(base)
         assert get(f"{base}/training/training.js")[0] == 200
         assert get(f"{base}/training/other")[0] == 404
+        assert get(f"{base}/training/timeline?run={run}")[0] == 404, "a server reads no file that a log names"
         status, raw, _ = get(f"{base}/training/rows?since=many")
         assert status == 200
         assert json.loads(raw)["live"] is False
     kept = {(run, key): row for run, key, row in past}
     # What changes several times a second is shown live alone.
     assert kept == {(run, key): row for run, key, row in live if key != "step"}
+
+
+@pytest.mark.slow
+def test_executors_have_links_to_their_logs_also_in_the_history_server(tmp_path):
+    body = """
+spark = plugged("local-cluster[2,1,1024]")
+farandole.spark.run(train, args=(1,), num_proc=2)
+found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")
+logs = {key: body for run, key, body in found if key.startswith("logs/")}
+(ranks,) = [body["ranks"] for run, key, body in found if key == "ranks"]
+shown = [urllib.request.urlopen(logs["logs/" + one["executor"]]["stderr"]).read().decode() for one in ranks]
+print(json.dumps([logs, [one["executor"] for one in ranks], ["CoarseGrainedExecutorBackend" in one for one in shown]]))
+spark.stop()
+"""
+    logs, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    assert sorted(executors) == ["0", "1"]
+    assert shown == [True, True], "each link opens the log of that executor"
+    with history_server(tmp_path) as server:
+        past = {key: row for _, key, row in rows(application(server)) if key.startswith("logs/")}
+    assert past == logs
+
+
+@pytest.mark.slow
+@pytest.mark.newest  # the environment of Python workers depends on the version, and older ones were not tried
+@pytest.mark.parametrize(("master", "executors"), [("local[2]", 1), ("local-cluster[2,1,1024]", 2)])
+def test_executors_start_the_fork_servers_from_which_the_first_job_forks(master, executors, tmp_path):
+    body = f"""
+import pathlib, cloudpickle
+from tests.spark.test_warm_tasks import begun
+import tests.spark.test_warm_tasks as module
+cloudpickle.register_pickle_by_value(module)
+spark = plugged({master!r}, farandole_warmWorkers="true")
+def servers():
+    locks = pathlib.Path(os.environ["TMPDIR"]).glob("farandole-*/warm-*.lock")
+    return {{lock.stem: int(lock.read_text().split()[0]) for lock in locks if lock.read_text()}}
+deadline = time.monotonic() + 60
+while len(before := servers()) < {executors}:
+    assert time.monotonic() < deadline, before
+    time.sleep(0.1)
+found = farandole.spark.run(begun, num_proc=2, warm=True)
+print(json.dumps([before, servers(), found]))
+spark.stop()
+"""
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most about a hundred characters
+        env = {"TMPDIR": short, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = drive(BEGIN + body, tmp_path, 150, **env)
+    before, after, found = json.loads(done.stdout.splitlines()[-1])
+    assert len(before) == executors
+    assert after == before, "the job has started no other server"
+    assert [had for had, _, _ in found] == [True, True]
+    assert sorted({owner for _, owner, _ in found}) == sorted(before.values())
+    assert "WARN farandole" not in done.stderr
 
 
 @pytest.mark.slow

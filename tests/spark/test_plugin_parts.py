@@ -8,7 +8,9 @@ import json
 from typing import Any
 
 import pytest
+from tests.single.test_timelines import timeline
 
+from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Output
 from farandole.runner.show import training
@@ -25,6 +27,7 @@ class Door:
         self.rows: dict[tuple[str, str], Any] = {}
         self.logged: list[str] = []
         self.gauges: dict[str, float] = {}
+        self.timelines: list[str] = []
         self.told: list[dict[str, str]] = []
         self.broken = False
         self.calls = 0
@@ -39,6 +42,9 @@ class Door:
 
     def gauge(self, name: str, value: float) -> None:
         self.gauges[name] = value
+
+    def timeline(self, _run: str, path: str) -> None:
+        self.timelines.append(path)
 
     def news(self, since: int) -> str:
         return json.dumps({"next": len(self.told), "news": self.told[since:]})
@@ -78,6 +84,10 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
         "spark.jars": f"/a.jar,/b.jar,{jar}",
         "spark.plugins": f"com.example.Other,{shims.CLASS}",
     }
+    assert shims.plugin(Builder(), warm=True)._options["spark.farandole.warmWorkers"] == "true"
+    monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "on")
+    assert shims.plugin(Builder())._options["spark.farandole.warmWorkers"] == "true"
+    assert "spark.farandole.warmWorkers" not in shims.plugin(Builder(), warm=False)._options
 
 
 def test_a_run_is_told_from_its_start_to_its_end(door):
@@ -148,6 +158,36 @@ def test_a_plugin_that_fails_is_left_alone_and_the_run_goes_on(door):
     assert door.calls == 1
 
 
+def test_ranks_that_left_say_how_until_the_ranks_have_new_places(door):
+    run = training.Training(Shim(door), "mine", "run")
+    run.seats(seats(2))
+    run.left(1, "failed")
+    run.left(0, "ended")
+    run.ended(None)
+    assert [one["state"] for one in door.row("ranks")["ranks"]] == ["failed", "ended"]
+    run.seats(seats(2))
+    assert all("state" not in one for one in door.row("ranks")["ranks"])
+
+
+def test_the_tab_gets_the_timeline_once_it_is_written(door, tmp_path):
+    path = tmp_path / "trace.json"
+    with timelines.gathered(path) as gathering, training.telling(Shim(door), "mine", "run"):
+        timelines.variables()
+        timelines.take(0, timeline(0, 1_000))
+        assert "timeline" not in door.row("run")
+    assert gathering.summary
+    assert door.timelines == [str(path)]
+    told = door.row("run")
+    assert (told["timeline"], told["timeline_is_here"], told["state"]) == (str(path), True, "ended")
+
+
+def test_a_timeline_elsewhere_is_only_named(door):
+    run = training.Training(Shim(door), "mine", "run")
+    run.timeline("s3://bucket/runs/mine/timeline.json")
+    assert door.timelines == []
+    assert door.row("run")["timeline_is_here"] is False
+
+
 def test_without_the_plugin_nothing_is_kept():
     with training.telling(None, "mine", "run") as run:
         assert run is training.SILENT
@@ -195,6 +235,14 @@ def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
     before = str(error)
     word.explain(error)
     assert str(error) == before
+
+
+def test_the_task_that_collects_the_rows_moves_no_rank(door, word):
+    door.told.append({"kind": "started", "tag": "farandole-1", "stage": "2", "task": "0", "executor": "7"})
+    word._next = 0.0
+    word.look()
+    assert not word._told.holds("7")
+    assert [word._told.executor_of(rank) for rank in range(2)] == ["2", "1"]
 
 
 def test_decommissioning_and_failed_stages_of_this_job_are_events(door, word):

@@ -32,7 +32,10 @@ def rows():
 
 
 def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
-    model = estimator(tmp_path).fit(rows(), ui=True)
+    def talk(state):
+        print("epoch", state.epoch, "of rank", state.rank)
+
+    model = estimator(tmp_path, callbacks=[talk]).fit(rows(), ui=True)
     link = re.search(r"at (http://127\.0\.0\.1:\S+)", capfd.readouterr().err)
     assert link is not None
     told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
@@ -43,6 +46,11 @@ def test_a_fit_is_recorded_and_shown(tmp_path, capfd):
     assert [(one["rank"], one["pid"] > 0) for one in told["ranks"]] == [(0, True), (1, True)]
     assert all(one["step_seconds"] > 0 for one in told["ranks"])
     assert told["best"]["value"] == min(entry["train"]["loss"] for entry in model.getHistory())
+    for rank in range(2):
+        printed = (tmp_path / f"runs/mine/output/rank.{rank}/stdout").read_text()
+        assert printed == f"epoch 0 of rank {rank}\nepoch 1 of rank {rank}\n"
+    with urllib.request.urlopen(f"{link[1]}api/output?run=0/mine&file=output/rank.1/stdout", timeout=10) as answer:
+        assert b"of rank 1" in answer.read()
     with urllib.request.urlopen(f"{link[1]}api/runs", timeout=10) as answer:
         (run,) = json.load(answer)["runs"]
     assert (run["name"], run["state"], run["done"]) == ("mine", "ended", 2)

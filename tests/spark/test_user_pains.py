@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import sys
 import time
 
 import pytest
@@ -177,8 +179,11 @@ spark.stop()
 @pytest.mark.slow
 def test_13_addresses_that_spark_found_reach_the_ranks(tmp_path):
     script = tmp_path / "discover.sh"
-    script.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["6", "7"]}'\n""")
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m farandole.spark.gpus\n")
     script.chmod(0o755)
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text("#!/bin/sh\necho 6; echo 7\n")
+    asked.chmod(0o755)
     body = f"""
 spark = session("local-cluster[1,2,1024]", executor_cores="2", **{{
     "task_resource_gpu_amount": "1", "executor_resource_gpu_amount": "2",
@@ -186,5 +191,5 @@ spark = session("local-cluster[1,2,1024]", executor_cores="2", **{{
 print(sorted(found[3] for found in farandole.spark.run(place, num_proc=2)))
 spark.stop()
 """
-    done = drive(PLACES + body, tmp_path, 150)
+    done = drive(PLACES + body, tmp_path, 150, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert re.search(r"^\[\['6'\], \['7'\]\]$", done.stdout, re.MULTILINE), done.stdout + done.stderr[-2000:]

@@ -80,7 +80,7 @@ def test_bytes_of_a_link_that_somebody_meddled_with_end_the_job_with_the_links_n
 
 
 def test_a_beat_that_somebody_changed_ends_the_job_with_the_links_name():
-    flipped = Harm(BEAT, DIALER, 0, 33, lambda part: part[:20] + bytes([part[20] ^ 1]) + part[21:])
+    flipped = Harm(BEAT, DIALER, 0, 160, lambda part: part[:20] + bytes([part[20] ^ 1]) + part[21:])
     ended, relay = job(flipped, rounds=400, length=100, pause=0.05)
     assert relay.harmed, "harm was done"
     assert_told(ended, "heartbeat")

@@ -82,6 +82,10 @@ pub(crate) fn command() -> Command {
                 .action(ArgAction::SetTrue)
                 .help("Print one JSON object per line instead of a table"),
         )
+        .arg(Arg::new("write").long("write").value_name("FILE").help(
+            "Time all algorithms of allreduces, and write rules for worlds of this shape to FILE, which may have \
+             rules for others; FARANDOLE_ALLREDUCE_ALGORITHM=@FILE reads them",
+        ))
 }
 
 /// Runs it; the exit status is that of the first failure.
@@ -94,6 +98,12 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     command.extend(WORKER.map(str::to_owned));
     command.extend([text("operation"), text("dtype"), iterations.to_string()]);
     command.extend(sizes.map(u64::to_string));
+    if let Some(file) = matches.get_one::<String>("write") {
+        if text("operation") != "allreduce" {
+            bail!("--write is for allreduce: the algorithm of other operations is not chosen by rules");
+        }
+        command.extend(["--write".to_owned(), file.clone()]);
+    }
     let config = Config::read(environment, &BTreeMap::new())?;
     let job = Job::here(num_proc, command, BTreeMap::new(), config);
     let table = Arc::new(Table {

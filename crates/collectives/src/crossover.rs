@@ -4,6 +4,7 @@
 //! Chooses the algorithm of an allreduce by its bytes and by its members' hosts, and whether a reduce-scatter goes by
 //! hosts. Results do not depend on it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -75,15 +76,23 @@ const TABLE: [Row; 6] = [
 /// a job runs, and all members compare their choice when they greet each other.
 ///
 /// As text: `auto`, or rules like `direct:4096,doubling:65536,hierarchy`, of which the first counts whose bytes are not
-/// exceeded.
+/// exceeded. Rules for worlds of one shape begin with the shape: `2x4=doubling:32768,hierarchy` is for two hosts of
+/// which the fullest has four members. Such lists, and one without a shape for all other worlds, are separated by `;` or by
+/// the ends of lines. A line that begins with `#` is a remark.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Crossover {
-    rules: Vec<(usize, Algorithm)>,
+    /// By hosts, and members on the fullest host.
+    shapes: BTreeMap<(usize, usize), Rules>,
+    rules: Rules,
 }
+
+/// Algorithms, each with the largest number of bytes.
+type Rules = Vec<(usize, Algorithm)>;
 
 impl Crossover {
     pub(crate) fn choose(&self, shape: Shape, bytes: usize, capacity: usize) -> Algorithm {
-        let chosen = match self.rules.iter().find(|(most, _)| bytes <= *most) {
+        let rules = self.shapes.get(&(shape.hosts, shape.together)).unwrap_or(&self.rules);
+        let chosen = match rules.iter().find(|(most, _)| bytes <= *most) {
             Some((_, algorithm)) => *algorithm,
             None => shipped(shape, bytes, capacity),
         };
@@ -110,28 +119,70 @@ impl FromStr for Crossover {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text.trim() == "auto" {
-            return Ok(Self::default());
+        let lines = text.lines().filter(|line| !line.trim_start().starts_with('#'));
+        let lists: Vec<&str> =
+            lines.flat_map(|line| line.split(';')).map(str::trim).filter(|list| !list.is_empty()).collect();
+        if lists.is_empty() {
+            return Err("no rule of algorithms: nothing".to_owned());
         }
-        let rule = |rule: &str| {
-            let (name, most) = rule.split_once(':').map_or((rule, None), |(name, most)| (name, Some(most)));
-            let algorithm = Algorithm::NAMES.iter().find(|(_, known)| *known == name.trim());
-            let most = most.map_or(Ok(usize::MAX), |most| most.trim().parse());
-            match (algorithm, most) {
-                (Some((algorithm, _)), Ok(most)) => Ok((most, *algorithm)),
-                _ => Err(format!("no rule of algorithms: {rule}")),
+        let (mut found, mut has_rules) = (Self::default(), false);
+        for list in lists {
+            let twice = match list.split_once('=') {
+                Some((shape, list)) => found.shapes.insert(shape_of(shape)?, rules(list)?).is_some(),
+                None => {
+                    found.rules = rules(list)?;
+                    std::mem::replace(&mut has_rules, true)
+                }
+            };
+            if twice {
+                return Err(format!("two lists of rules for the same worlds: {list}"));
             }
-        };
-        Ok(Self { rules: text.split(',').map(rule).collect::<Result<_, _>>()? })
+        }
+        Ok(found)
     }
+}
+
+/// `2x4`: hosts, and members on the fullest one.
+fn shape_of(text: &str) -> Result<(usize, usize), String> {
+    let number = |text: &str| text.trim().parse().ok().filter(|number| *number > 0);
+    let shape = text.split_once('x').and_then(|(hosts, together)| Some((number(hosts)?, number(together)?)));
+    shape.ok_or_else(|| format!("no shape of a world, such as 2x4: {text}"))
+}
+
+fn rules(text: &str) -> Result<Rules, String> {
+    if text.trim() == "auto" {
+        return Ok(Rules::new());
+    }
+    let rule = |rule: &str| {
+        let (name, most) = rule.split_once(':').map_or((rule, None), |(name, most)| (name, Some(most)));
+        let algorithm = Algorithm::NAMES.iter().find(|(_, known)| *known == name.trim());
+        let most = most.map_or(Ok(usize::MAX), |most| most.trim().parse());
+        match (algorithm, most) {
+            (Some((algorithm, _)), Ok(most)) => Ok((most, *algorithm)),
+            _ => Err(format!("no rule of algorithms: {rule}")),
+        }
+    };
+    text.split(',').map(rule).collect()
 }
 
 impl fmt::Display for Crossover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.rules.is_empty() {
+        for ((hosts, together), rules) in &self.shapes {
+            write!(f, "{hosts}x{together}={};", Text(rules))?;
+        }
+        Text(&self.rules).fmt(f)
+    }
+}
+
+/// Rules as text.
+struct Text<'a>(&'a Rules);
+
+impl fmt::Display for Text<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
             return f.write_str("auto");
         }
-        for (k, (most, algorithm)) in self.rules.iter().enumerate() {
+        for (k, (most, algorithm)) in self.0.iter().enumerate() {
             let comma = if k == 0 { "" } else { "," };
             match most {
                 &usize::MAX => write!(f, "{comma}{}", algorithm.name())?,
@@ -157,6 +208,34 @@ mod tests {
         }
         assert_eq!("ring".parse::<Crossover>().unwrap_err(), "no rule of algorithms: ring");
         assert_eq!("direct:x".parse::<Crossover>().unwrap_err(), "no rule of algorithms: direct:x");
+    }
+
+    #[test]
+    fn lists_for_shapes_are_read_back_in_one_order() {
+        let file = "# measured\n 2x4 = doubling:32768, hierarchy\n\n1x8=auto\ndirect:4096\n";
+        let (read, text) =
+            (file.parse::<Crossover>().unwrap(), "1x8=auto;2x4=doubling:32768,hierarchy;direct:4096");
+        assert_eq!(read.to_string(), text);
+        assert_eq!(text.parse::<Crossover>().unwrap(), read);
+        assert_eq!("2x4=pipeline".parse::<Crossover>().unwrap().to_string(), "2x4=pipeline;auto");
+        for wrong in ["", "# none", "2=pipeline", "0x4=pipeline", "ax4=pipeline", "2x4=", "2x4=ring"] {
+            assert!(wrong.parse::<Crossover>().is_err(), "{wrong}");
+        }
+        let twice = "two lists of rules for the same worlds: direct";
+        assert_eq!(
+            "2x4=direct;2x4=direct".parse::<Crossover>().unwrap_err(),
+            "two lists of rules for the same worlds: 2x4=direct"
+        );
+        assert_eq!("auto;direct".parse::<Crossover>().unwrap_err(), twice);
+    }
+
+    #[test]
+    fn a_world_takes_the_list_of_its_shape() {
+        let table: Crossover = "2x4=pipeline:100;1x4=auto;doubling".parse().unwrap();
+        let chosen = |hosts, together, bytes| table.choose(shape(hosts, together), bytes, 1 << 20);
+        assert_eq!((chosen(2, 4, 100), chosen(2, 4, 101)), (Algorithm::Pipeline, Algorithm::Doubling));
+        assert_eq!((chosen(1, 4, 4), chosen(1, 4, 1 << 20)), (Algorithm::Direct, Algorithm::Pipeline));
+        assert_eq!((chosen(2, 8, 1 << 20), chosen(4, 2, 4)), (Algorithm::Doubling, Algorithm::Doubling));
     }
 
     #[test]

@@ -80,12 +80,17 @@ pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
 /// How allreduces are to be done.
 ///
 /// # Errors
-/// The knob's value is none.
+/// The knob's value is none, or names a file that cannot be read or holds none.
 pub fn crossover(config: &Config) -> Result<Crossover, farandole_config::Error> {
-    config.allreduce_algorithm.parse().map_err(|_| farandole_config::Error {
+    let value = config.allreduce_algorithm.trim();
+    let read = match value.strip_prefix('@') {
+        Some(path) => std::fs::read_to_string(path).map_err(|error| error.to_string()),
+        None => Ok(value.to_owned()),
+    };
+    read.and_then(|text| text.parse()).map_err(|reason: String| farandole_config::Error {
         name: "FARANDOLE_ALLREDUCE_ALGORITHM".to_owned(),
-        expected: "auto or rules such as direct:4096,doubling:65536,hierarchy",
-        value: config.allreduce_algorithm.clone(),
+        expected: "auto, rules such as direct:4096,doubling:65536,hierarchy, or @ and a file of them",
+        value: if value.starts_with('@') { format!("{value}: {reason}") } else { value.to_owned() },
     })
 }
 
@@ -166,6 +171,26 @@ mod tests {
     #[test]
     fn capacities_are_powers_of_two_within_the_budget() {
         assert_eq!(data_capacity(&world(&["a", "a", "a"]), 20 << 20), 1 << 20);
+    }
+
+    #[test]
+    fn rules_of_algorithms_are_read_from_a_file() {
+        let path = std::env::temp_dir().join(format!("farandole-rules-{}", std::process::id()));
+        let read = || {
+            let allreduce_algorithm = format!("@{}", path.display());
+            let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+            crossover(&Config { allreduce_algorithm, ..config })
+        };
+        let missing = read().unwrap_err().to_string();
+        assert!(missing.contains("No such file"), "{missing}");
+        std::fs::write(&path, "# two hosts\n2x4=doubling:100,hierarchy\n").unwrap();
+        let rules = read();
+        std::fs::write(&path, "2x4=ring\n").unwrap();
+        let wrong = read();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(rules.unwrap().to_string(), "2x4=doubling:100,hierarchy;auto");
+        let wrong = wrong.unwrap_err().to_string();
+        assert!(wrong.contains("no rule of algorithms: ring"), "{wrong}");
     }
 
     #[test]

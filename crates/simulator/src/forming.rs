@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use farandole_engine::outline::parents;
 use farandole_registrar::outline;
-use farandole_transport::dials_at_once;
+use farandole_transport::{dials_at_once, heartbeats};
 use farandole_world::Rank;
 
 use crate::events::float;
@@ -19,8 +19,6 @@ const CARD: u64 = 160;
 const CONNECT: f64 = 2.0;
 /// Round trips of a connection between ranks: TCP, the challenge, and the proof of the job's key.
 const LINK: f64 = 3.0;
-/// Connections to a rank of another host: one for heartbeats, one for data.
-const FAR: f64 = 2.0;
 
 /// What forming a world takes. Starting processes is not part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,8 +82,9 @@ struct Links {
     seconds: f64,
 }
 
-/// Every rank has a link for data to every other, and links for control to its neighbours in the tree. The higher rank
-/// dials, several peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
+/// Every rank has a link for data to every other, links for control to its neighbours in the tree, and connections for
+/// heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The higher rank dials, several
+/// peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
 fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);
@@ -93,11 +92,12 @@ fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
     let others = u64::from(cluster.ranks) - 1;
     let control = children(0);
     let near = u64::from(cluster.local()) - 1;
-    let far = others - near;
+    let machines: Vec<&str> = formed.world.seats.iter().map(|seat| seat.host.machine()).collect();
+    let far = others - near + heartbeats(&machines, Rank(0)).len() as u64 - near;
     let handshake = cluster.handshake.as_secs_f64();
-    let connections = FAR * float(far) + float(near);
+    let connections = float(far + near);
     let wait = |one_way: Duration| LINK * 2.0 * one_way.as_secs_f64() + handshake;
-    let waits = FAR * float(far) * wait(cluster.latency) + float(near) * wait(cluster.near);
+    let waits = float(far) * wait(cluster.latency) + float(near) * wait(cluster.near);
     let at_once = dials_at_once(usize::try_from(others).unwrap_or(usize::MAX));
     let dialled = (waits / float(at_once as u64)).max(connections * handshake);
     // Rank 0 answers all others, and the control links below it.

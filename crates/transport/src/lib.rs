@@ -26,7 +26,8 @@
 //! - `TR-1`: committed bytes arrive once and in order, or the link fails with an error that names the peer.
 //! - `TR-2`: a process without the key gets no information and no link; strangers cannot delay a peer.
 //! - `TR-3`: a thread that prepared, polled and parked is woken by every later commit, release and loss.
-//! - `TR-4`: a peer that dies or stops is lost within the peer timeout; a busy peer is not.
+//! - `TR-4`: a peer that dies or stops is lost within the peer timeout; a busy peer is not. A rank that does not watch
+//!   the peer itself hears of it from ranks that do, within the same time.
 //! - `TR-5`: an orderly close loses nothing that was flushed.
 //! - `TR-6`: in a forked child everything fails, and its drops affect neither the parent nor the peers.
 //! - `TR-7`: no byte of a TCP connection is used that the peer did not seal for that place in it; a record that does not open
@@ -38,6 +39,7 @@ mod addresses;
 mod beat;
 mod budget;
 mod card;
+mod circle;
 #[cfg(feature = "_test-harness")]
 pub mod contract;
 mod dial;
@@ -61,6 +63,7 @@ mod sync;
 mod tcp;
 mod watch;
 
+pub use circle::heartbeats;
 pub use error::{Error, Result};
 pub use frames::{Frame, FrameReceiver, FrameSender, MAX_FRAME, MAX_QUEUED, frames};
 pub use gateway::Gateway;

@@ -5,7 +5,7 @@
 
 mod dial_many;
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
@@ -23,6 +23,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::budget::{Budget, Lease};
 use crate::card::Card;
+use crate::circle::Circle;
 use crate::dial::{self, Failure, Request, Silence, Wait};
 use crate::handshake::{CONTROL, Carrier, Key, nonce};
 use crate::peer::Peer;
@@ -119,6 +120,8 @@ pub struct Mesh {
     budget: Budget,
     /// Channels that were opened, by peer.
     opened: Mutex<HashSet<(u32, Rank)>>,
+    /// Ranks to exchange heartbeats with where they share no memory with this one.
+    heartbeats: BTreeSet<Rank>,
     /// Peers that a control connection was dialled to.
     controlled: Mutex<HashSet<Rank>>,
     fallbacks: Mutex<Vec<(Rank, String)>>,
@@ -155,6 +158,7 @@ impl Mesh {
             cards: Vec::new(),
             budget: Budget::new(options.shared_memory_bytes),
             opened: Mutex::new(HashSet::new()),
+            heartbeats: BTreeSet::new(),
             controlled: Mutex::new(HashSet::new()),
             fallbacks: Mutex::new(Vec::new()),
             service: Some(service),
@@ -190,6 +194,9 @@ impl Mesh {
             drop(peer.host.set(card.host.0.clone()));
             self.cards.push(card);
         }
+        let circle = Circle::new(self.cards.iter().map(|card| card.host.machine()));
+        self.heartbeats = circle.peers(rank);
+        self.shared.hearsay.store(!circle.is_complete(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -339,7 +346,7 @@ impl Mesh {
         let addresses = addresses::ordered(&card.addresses, same_host);
         // Two channels to a peer may be opened at the same time.
         let one_at_a_time = peer.handover.lock();
-        if !self.controlled.lock().contains(&peer.rank) {
+        if self.heartbeats.contains(&peer.rank) && !self.controlled.lock().contains(&peer.rank) {
             let carrier = Carrier::Control;
             let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
             let secured = dial::any(&self.shared, &request, &addresses, wait)?;

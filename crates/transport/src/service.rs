@@ -6,9 +6,15 @@
 //! Strangers cannot hold it up: it never waits for one connection, drops each after [`PATIENCE`], and one when there are
 //! more than [`MOST`]: of those that have not shown the key's code, the oldest from where most of them come. A rank shows it
 //! in its first message, so a flood unseats its own kind.
+//!
+//! A rank watches the ranks of its host and few ranks of other hosts. When it sees that one of them is lost, it tells
+//! all ranks with which it exchanges heartbeats, and these pass it on. A rank that watches the lost one itself passes the
+//! news on and does not act on it: if only the network between two other ranks is broken, its engine can still speak
+//! with both.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -16,6 +22,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use farandole_world::Rank;
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv, sockopt};
@@ -65,6 +72,8 @@ pub(crate) struct Service {
     /// By ascending age of their tokens: the first is the oldest.
     incoming: BTreeMap<u64, Incoming>,
     watched: BTreeMap<u64, Watch>,
+    /// Losses that every peer was told of, with their reasons.
+    told: BTreeMap<Rank, String>,
     /// Until they break or are gone. Their data is no concern of this thread.
     paths: BTreeMap<u64, Path>,
     /// Until their peers know of their end.
@@ -90,6 +99,7 @@ impl Service {
             epoll,
             incoming: BTreeMap::new(),
             watched: BTreeMap::new(),
+            told: BTreeMap::new(),
             paths: BTreeMap::new(),
             retired: Vec::new(),
             next: FIRST,
@@ -152,7 +162,12 @@ impl Service {
                     // It may be handed on: then its later events are not for this thread.
                     let _ = epoll::delete(&self.epoll, &incoming);
                     self.advance(token, incoming);
-                } else if let Some(verdict) = self.watched.get_mut(&token).map(Watch::news) {
+                } else if let Some(watch) = self.watched.get_mut(&token) {
+                    let mut losses = Vec::new();
+                    let verdict = watch.news(&mut losses);
+                    for (rank, reason) in losses {
+                        self.hear(rank, reason);
+                    }
                     self.settle(token, verdict);
                 } else if let Some(path) = self.paths.remove(&token) {
                     self.broke(&path);
@@ -243,8 +258,11 @@ impl Service {
         drop(incoming);
     }
 
-    fn watch(&mut self, watch: Watch) {
+    fn watch(&mut self, mut watch: Watch) {
         let token = self.token();
+        for (rank, reason) in &self.told {
+            watch.tell(*rank, reason);
+        }
         if let Some(descriptor) = watch.descriptor() {
             // A peer that cannot be waited for is still watched by its heartbeat.
             drop(add(&self.epoll, descriptor, token));
@@ -260,13 +278,34 @@ impl Service {
                 // The descriptor is closed next in any case.
                 let _ = epoll::delete(&self.epoll, descriptor);
             }
-            self.shared.lose(&watch.peer, reason, orderly);
+            self.shared.lose(&watch.peer, reason.clone(), orderly);
+            if !orderly {
+                self.tell(watch.peer.rank, reason);
+            }
+        }
+    }
+
+    /// A peer tells of a loss.
+    fn hear(&mut self, rank: Rank, reason: String) {
+        let Some(peer) = self.shared.peers.get(rank.index()).map(Arc::clone) else { return };
+        let is_watched = self.watched.values().any(|watch| watch.peer.rank == rank);
+        if rank != self.shared.rank && !is_watched {
+            self.shared.lose(&peer, reason.clone(), false);
+        }
+        self.tell(rank, reason);
+    }
+
+    /// Tells all watched peers of a loss, once.
+    fn tell(&mut self, rank: Rank, reason: String) {
+        if let Entry::Vacant(told) = self.told.entry(rank) {
+            let reason = told.insert(reason);
+            self.watched.values_mut().for_each(|watch| watch.tell(rank, reason));
         }
     }
 
     fn tick(&mut self, lived: Duration) {
         self.shared.parker.bell().beat();
-        let timeout = self.shared.peer_timeout;
+        let timeout = self.shared.longest_silence();
         let verdicts: Vec<_> =
             self.watched.iter_mut().map(|(token, watch)| (*token, watch.tick(lived, timeout))).collect();
         for (token, verdict) in verdicts {

@@ -18,7 +18,7 @@ use crate::handshake::Key;
 use crate::handshake::exchange::Keys;
 use crate::peer::Peer;
 use crate::tcp::Connection;
-use crate::watch::{End, Watch};
+use crate::watch::{End, Watch, hearsay};
 use crate::{Error, Parker, Result};
 
 /// A link of which a peer dialled and proved its end.
@@ -53,6 +53,8 @@ pub(crate) struct Shared {
     pub(crate) key: Key,
     pub(crate) use_shared_memory: bool,
     pub(crate) peer_timeout: Duration,
+    /// Whether some ranks hear of losses from others only.
+    pub(crate) hearsay: AtomicBool,
     pub(crate) parker: Parker,
     /// Refers to this process, for peers to watch; `None` where the kernel has none.
     pub(crate) pidfd: Option<OwnedFd>,
@@ -102,6 +104,7 @@ impl Shared {
             key: facts.key,
             use_shared_memory: facts.use_shared_memory,
             peer_timeout: facts.peer_timeout,
+            hearsay: AtomicBool::new(false),
             parker: Parker::new()?,
             pidfd: pidfd.ok().filter(|_| facts.use_pidfd),
             peers: (0..facts.size).map(|rank| Arc::new(Peer::new(Rank(rank)))).collect(),
@@ -210,6 +213,13 @@ impl Shared {
         self.arrived.notify_all();
         // An eventfd of this process is refused only when it is full: then it is rung.
         let _ = self.parker.bell().ring();
+    }
+
+    /// The longest time for which a peer may show no life. If ranks hear of losses from others, that needs some of the
+    /// timeout.
+    pub(crate) fn longest_silence(&self) -> Duration {
+        let timeout = self.peer_timeout;
+        if self.hearsay.load(Ordering::Relaxed) { timeout - hearsay(timeout) } else { timeout }
     }
 
     pub(crate) fn first_loss(&self) -> Option<&Error> {

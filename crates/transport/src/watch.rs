@@ -6,16 +6,18 @@
 //! A local peer's death is told by its pidfd at once, and its heartbeat is a counter in its bell's page. Where the
 //! kernel has no pidfds (before 5.3, some sandboxes) both keep the Unix socket of their handshake, whose end tells the
 //! same, unless a forked child of the peer still holds it: then the heartbeat tells. A remote peer says a word now and
-//! then on a connection of its own, which also ends when the process does.
+//! then on a connection of its own, which also ends when the process does. It also tells there
+//! which ranks it has lost, because a rank has such connections with few others ([`circle`](crate::circle)).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_shm::Bell;
+use farandole_world::Rank;
 use rustix::net::sockopt;
 
-use crate::beat::{Beats, Heard};
+use crate::beat::{Beats, Heard, Word};
 use crate::peer::Peer;
 use crate::shared::Secured;
 
@@ -25,9 +27,6 @@ use crate::shared::Secured;
 pub fn hearsay(peer_timeout: Duration) -> Duration {
     (peer_timeout / 5).min(Duration::from_millis(500))
 }
-
-const BEAT: u8 = 1;
-const GOODBYE: u8 = 0;
 
 /// What a look at a peer found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,8 +92,8 @@ impl Watch {
         }
     }
 
-    /// The descriptor is readable.
-    pub(crate) fn news(&mut self) -> Verdict {
+    /// The descriptor is readable. Adds the losses of other ranks that the peer tells of.
+    pub(crate) fn news(&mut self, losses: &mut Vec<(Rank, String)>) -> Verdict {
         match &mut self.life {
             Life::Local { bell, pid, .. } if bell.closed() => {
                 Verdict::Lost { reason: format!("it left the job and {} ended", named(*pid)), orderly: true }
@@ -105,7 +104,11 @@ impl Watch {
                     match beats.hear() {
                         Heard::Word(word) => {
                             self.silent = Duration::ZERO;
-                            *left |= word == GOODBYE;
+                            match word {
+                                Word::Beat => {}
+                                Word::Goodbye => *left = true,
+                                Word::Lost { rank, reason } => losses.push((rank, reason)),
+                            }
                         }
                         Heard::Nothing => return Verdict::Alive,
                         Heard::End => {
@@ -138,7 +141,7 @@ impl Watch {
             }
             Life::Remote { beats, .. } => {
                 // What cannot be sent now is made up for by the next beat; an end is read by `news`.
-                beats.say(BEAT);
+                beats.beat();
                 None
             }
         };
@@ -158,7 +161,14 @@ impl Watch {
     pub(crate) fn goodbye(&mut self) {
         if let Life::Remote { beats, .. } = &mut self.life {
             // A peer that does not read will see the end of the connection.
-            beats.say(GOODBYE);
+            beats.say(Word::Goodbye);
+        }
+    }
+
+    /// Tells the peer that a rank was lost; local ones find out by themselves or hear it from others.
+    pub(crate) fn tell(&mut self, rank: Rank, reason: &str) {
+        if let Life::Remote { beats, .. } = &mut self.life {
+            beats.say(Word::Lost { rank, reason: reason.to_owned() });
         }
     }
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
-from farandole.runner.hearing import Hearing
+from farandole.runner.hearing import Hearing, how_ended
 from farandole.runner.outcome import Ending, failure
 from farandole.runner.pickles import culprit
 from farandole.runner.watcher import NOBODY
@@ -317,14 +317,10 @@ class _Gang(Hearing):
             return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
         if lost is not None and self.seen.lost:
             # Spark reports a lost executor by its own words and timeout; the registrar knows the rank and the host.
-            raise FarandoleJobError(f"{lost}{self.gang_before()}") from lost
+            lost.add_reason(f"before that, {self.seen.lost}")
         if lost is not None:
             raise lost
         return told
-
-    def gang_before(self) -> str:
-        """The loss that ended the gang before this one, as the end of a sentence; empty if there was none."""
-        return f"; of the gang before, {self.seen.lost}" if self.seen.lost else ""
 
     def all_ended_well(self) -> bool:
         ended = self.seen.ended
@@ -395,6 +391,7 @@ class _Gang(Hearing):
             return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
+            self.watcher.left(event.task, how_ended(event))
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
@@ -410,6 +407,8 @@ class _Gang(Hearing):
         if self.seen.assigned:
             self.seen.lost = self.seen.lost or what
         self.watcher.event(f"task {event.task}{who} was lost", event.text)
+        if event.task is not None:
+            self.watcher.left(event.task, "lost")
         if not self.seen.assigned and event.task is not None:
             self.seen.registered.discard(event.task)
 
@@ -447,7 +446,7 @@ class _Gang(Hearing):
             f"Timed out waiting for {self.activity}. Please check that you have enough resources to run all "
             f"Farandole processes: after {self.start_timeout:g} s {len(self.seen.registered)} of {self.size} tasks "
             f"had registered{f'; {short_of}' if short_of else ''}"
-            f"{self.gang_before()}"
+            f"{f'; before that, {self.seen.lost}' if self.seen.lost else ''}"
         )
 
     def end(self, reason: str) -> None:

@@ -69,6 +69,17 @@ class Hearing(ABC):
         if event.dropped:
             self.output.say(f"{event.dropped} lines of workers were dropped: the driver could not keep up")
         self.output.line(event.rank, event.stream, event.text or "")
+        if event.rank is not None:
+            self.watcher.line(event.rank, event.stream or "stderr", event.text or "")
+
+
+def how_ended(event: Event) -> str:
+    """How a worker has ended by itself, in a word for its watchers.
+
+    Args:
+        event: Of its exit.
+    """
+    return "ended" if event.exit_code == 0 and event.signal is None else "failed"
 
 
 def record(

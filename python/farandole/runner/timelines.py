@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
+    from farandole.stores.remote_store import RemoteStore
+
 KIND: Final = "timeline"
 """Kind of the records that carry pieces of timelines."""
 
@@ -58,6 +60,8 @@ class Gathering:
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
+        self.tell: Callable[[str], object] | None = None
+        """Gets the place of the trace once it is written."""
 
     def begin(self) -> None:
         """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are other ones."""
@@ -105,11 +109,12 @@ class Gathering:
         )  # fmt: skip
         return early
 
-    def keep(self, write: Callable[[str, bytes], object]) -> None:
+    def keep(self, write: Callable[[str, bytes], object], place: str) -> None:
         """Writes the trace into the directory of a run, if it belongs there.
 
         Args:
             write: Writes a file of the run.
+            place: The directory, as a path or URL.
         """
         if self._path is not None or not self._came:
             return
@@ -119,6 +124,7 @@ class Gathering:
             if self.summary:
                 write(NAME, path.read_bytes())
                 lines.append(f"the timeline of all ranks is {NAME} of the run")
+                self._tell(f"{place}/{NAME}")
         self._kept = lines
 
     def end(self) -> list[str]:
@@ -136,7 +142,14 @@ class Gathering:
         if self._path is None:
             return self._kept or ["the timeline is lost: no store keeps this run; give timeline= a path"]
         lines = self._merged(self._path)
-        return [*lines, f"the timeline of all ranks is in {self._path}"] if self.summary else lines
+        if not self.summary:
+            return lines
+        self._tell(str(self._path))
+        return [*lines, f"the timeline of all ranks is in {self._path}"]
+
+    def _tell(self, place: str) -> None:
+        if self.tell is not None:
+            self.tell(place)
 
     def _merged(self, path: Path) -> list[str]:
         try:
@@ -207,12 +220,25 @@ def take(task: int, piece: bytes) -> None:
         gathering.take(task, piece)
 
 
-def keep(write: Callable[[str, bytes], object]) -> None:
-    """Writes the trace into the directory of a run that ends, where that was asked for.
+def tell(told: Callable[[str], object]) -> None:
+    """Has a function called with the place of the trace once it is written, where timelines are gathered.
 
     Args:
-        write: Writes a file of the run.
+        told: Gets a path or URL.
     """
     gathering = _CURRENT.get()
     if gathering is not None:
-        gathering.keep(write)
+        gathering.tell = told
+
+
+def keep(remote: RemoteStore) -> None:
+    """Writes the trace into the directory of a run that ends, where that was asked for.
+
+    Args:
+        remote: The run's paths.
+    """
+    gathering = _CURRENT.get()
+    if gathering is not None and remote.run_path is not None:
+        from farandole._native import store as native  # noqa: PLC0415 - `import farandole` stays light
+
+        gathering.keep(remote.write, native.Store(remote.run_path).local_path or remote.run_path)

@@ -49,6 +49,23 @@ class Watcher:
             record: Its process, GPU, and where its time goes.
         """
 
+    def left(self, task: int, how: str) -> None:
+        """A worker no longer takes part.
+
+        Args:
+            task: Number of its task.
+            how: `ended`, `failed` or `lost`.
+        """
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        """A line that a worker has printed, if lines come to the driver.
+
+        Args:
+            rank: Its rank.
+            stream: `stdout` or `stderr`.
+            text: Without its end.
+        """
+
     def record(self, record: Mapping[str, Any]) -> None:
         """A report of a training function.
 

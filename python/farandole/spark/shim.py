@@ -14,11 +14,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.runner import warm as warm_workers
+from farandole.runner.show.told import Told
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 CLASS: Final = "io.farandole.spark.FarandolePlugin"
 """The class to name in `spark.plugins`."""
+
+WARM: Final = "spark.farandole.warmWorkers"
+"""The setting by which executors start a fork server of warm workers when they start."""
 
 JAR: Final = Path(__file__).with_name("farandole-spark.jar")
 """The jar that travels in the wheel."""
@@ -26,7 +32,7 @@ JAR: Final = Path(__file__).with_name("farandole-spark.jar")
 _LOG = logging.getLogger("farandole.spark")
 
 
-def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
+def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkSession.Builder:
     """Enables the Spark plugin for a session that does not exist yet.
 
     Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with any setting that a
@@ -34,12 +40,16 @@ def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
 
     Args:
         builder: `SparkSession.builder`, of a session that does not exist yet.
+        warm: Whether each executor starts the fork server of warm workers when it starts, so that also the first job
+            finds PyTorch imported; by default where `FARANDOLE_WARM_WORKERS` says `on`, and in notebooks that have
+            imported torch.
 
     Returns:
         The builder.
 
     Raises:
         FileNotFoundError: This installation has no jar: it is a checkout in which `make install` has not run.
+        ValueError: `FARANDOLE_WARM_WORKERS` or `FARANDOLE_WARM_IDLE_SECONDS` does not parse.
     """
     if not JAR.is_file():
         raise FileNotFoundError(f"the jar of the Spark plugin is not installed: {JAR}; in a checkout run: make shim")
@@ -47,10 +57,12 @@ def plugin(builder: SparkSession.Builder) -> SparkSession.Builder:
     for name, value in (("spark.jars", str(JAR)), ("spark.plugins", CLASS)):
         before = [one.strip() for one in str(given.get(name) or "").split(",") if one.strip()]
         builder.config(name, ",".join([*before, *([] if value in before else [value])]))
+    if warm_workers.wanted(warm, by_default=False) is not None:
+        builder.config(WARM, "true")
     return builder
 
 
-class Shim:
+class Shim(Told):
     """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is left alone.
 
     Args:
@@ -101,6 +113,15 @@ class Shim:
             value: The number.
         """
         self._call("gauge", name, float(value))
+
+    def timeline(self, run: str, path: str) -> None:
+        """As `Told.timeline`: the tab offers the file while the driver lives.
+
+        Args:
+            run: The run.
+            path: The file's.
+        """
+        self._call("timeline", run, path)
 
     def news(self) -> list[dict[str, str]]:
         """Returns Spark's news of executors and of the gangs' stages and tasks since the last call of this object."""

@@ -33,7 +33,7 @@ use crate::record::Suite;
 use crate::{Error, Result};
 use exchange::{Half, Keys, PUBLIC, Secret, Side};
 
-pub(crate) const VERSION: u16 = 4;
+pub(crate) const VERSION: u16 = 5;
 /// The channel of heartbeats; not for users.
 pub(crate) const CONTROL: u32 = u32::MAX;
 

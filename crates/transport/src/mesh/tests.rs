@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use farandole_shm::handover;
 
 use super::*;
-use crate::beat::{Beats, Heard};
+use crate::beat::{Beats, Heard, Word};
 use crate::contract::{meshes, open_pair};
 use crate::handshake::exchange::{Keys, Side};
 use crate::handshake::{HELLO, Hello, Offer, PROOF, Status, Transcript, VERSION};
@@ -181,11 +181,11 @@ fn both_keys() -> (Keys, Keys) {
     (dialer.keys(Side::Dialer).unwrap(), acceptor.keys(Side::Acceptor).unwrap())
 }
 
-#[test]
-fn a_peer_that_was_just_dialled_hears_a_goodbye() {
+/// The shared state of rank 0 in a world, and its service before it runs.
+fn service(size: u32) -> (Arc<Shared>, Service) {
     let shared = Shared::new(Facts {
         rank: Rank(0),
-        size: 2,
+        size,
         generation: Generation(0),
         key: Key(KEY),
         use_shared_memory: false,
@@ -195,16 +195,112 @@ fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let shared = Arc::new(shared.unwrap());
     let (tcp, _) = addresses::listen(None, options().ports).unwrap();
     let service = Service::new(Arc::clone(&shared), Listeners { tcp, unix: None }).unwrap();
+    (shared, service)
+}
+
+/// The other end of a connection of heartbeats with a rank that is watched from now on.
+fn watched(shared: &Shared, rank: usize) -> Beats {
     let (there, here) = UnixStream::pair().unwrap();
-    there.set_read_timeout(Some(PATIENCE)).unwrap();
     let (dialer, acceptor) = both_keys();
     let secured = Secured { socket: here.into(), keys: Box::new(acceptor) };
-    shared.watch(Watch::remote(Arc::clone(&shared.peers[1]), secured));
+    shared.watch(Watch::remote(Arc::clone(&shared.peers[rank]), secured));
+    Beats::new(Secured { socket: there.into(), keys: Box::new(dialer) })
+}
+
+#[test]
+fn a_peer_that_was_just_dialled_hears_a_goodbye() {
+    let (shared, service) = service(2);
+    let mut beats = watched(&shared, 1);
     shared.stop();
     service.run();
     drop(shared);
-    let mut beats = Beats::new(Secured { socket: there.into(), keys: Box::new(dialer) });
-    assert_eq!((beats.hear(), beats.hear()), (Heard::Word(0), Heard::End));
+    assert_eq!((beats.hear(), beats.hear()), (Heard::Word(Word::Goodbye), Heard::End));
+}
+
+/// The next word that is no beat.
+fn next(beats: &mut Beats) -> Heard {
+    let limit = Instant::now() + PATIENCE;
+    loop {
+        match beats.hear() {
+            Heard::Nothing | Heard::Word(Word::Beat) => assert!(Instant::now() < limit),
+            other => return other,
+        }
+        thread::yield_now();
+    }
+}
+
+fn lost(rank: u32, reason: &str) -> Word {
+    Word::Lost { rank: Rank(rank), reason: reason.to_owned() }
+}
+
+#[test]
+fn tr_4_a_loss_is_told_once_to_every_peer_and_to_those_that_come_later() {
+    let (shared, service) = service(6);
+    let (mut one, mut two) = (watched(&shared, 1), watched(&shared, 2));
+    let service = thread::spawn(move || service.run());
+    one.say(lost(5, "it was killed"));
+    assert_eq!(next(&mut two), Heard::Word(lost(5, "it was killed")));
+    assert_eq!(shared.lost(), [Rank(5)]);
+    assert_eq!(shared.first_loss().unwrap().to_string().matches("rank 5").count(), 1);
+    // What is known, what no rank is, and the next that is news.
+    two.say(lost(5, "the same"));
+    two.say(lost(6, "no such rank"));
+    two.say(lost(4, "it stopped"));
+    assert_eq!(next(&mut two), Heard::Word(lost(4, "it stopped")));
+    let mut three = watched(&shared, 3);
+    assert_eq!(next(&mut three), Heard::Word(lost(4, "it stopped")));
+    assert_eq!(next(&mut three), Heard::Word(lost(5, "it was killed")));
+    // Rank 1 ends without a goodbye.
+    drop(one);
+    let Heard::Word(Word::Lost { rank: Rank(1), reason }) = next(&mut three) else { panic!("no loss of 1") };
+    assert!(reason.contains("its connection "), "{reason}");
+    assert_eq!(shared.lost(), [1, 4, 5].map(Rank));
+    shared.stop();
+    service.join().unwrap();
+    assert_eq!((next(&mut three), next(&mut three)), (Heard::Word(Word::Goodbye), Heard::End));
+}
+
+/// Only the way between two others may be broken, and then this rank can still speak with both.
+#[test]
+fn who_watches_a_rank_believes_nobody_else_and_passes_the_news_on() {
+    let (shared, service) = service(4);
+    let (mut one, mut two) = (watched(&shared, 1), watched(&shared, 2));
+    let service = thread::spawn(move || service.run());
+    one.say(lost(2, "it does not answer me"));
+    one.say(lost(0, "nor does this one"));
+    assert_eq!(next(&mut two), Heard::Word(lost(2, "it does not answer me")));
+    assert_eq!(next(&mut two), Heard::Word(lost(0, "nor does this one")));
+    assert_eq!(shared.lost(), []);
+    drop(two);
+    assert_eq!(next(&mut one), Heard::Word(lost(2, "it does not answer me")));
+    let limit = Instant::now() + PATIENCE;
+    while shared.lost() != [Rank(2)] {
+        assert!(Instant::now() < limit);
+        thread::yield_now();
+    }
+    shared.stop();
+    service.join().unwrap();
+}
+
+#[test]
+fn ranks_of_nine_hosts_exchange_heartbeats_with_six_others_each() {
+    for (hosts, each) in [(9, 6), (5, 4)] {
+        let meshes = meshes(hosts, |options| {
+            options.host = HostHash(format!("host-{}", options.rank));
+        });
+        let everybody: &[Rank] = &(0..hosts).map(Rank).collect::<Vec<_>>();
+        let links: Vec<_> = thread::scope(|scope| {
+            let open = |mesh| scope.spawn(move || Mesh::open(mesh, 1, everybody, 4096).unwrap());
+            let opening: Vec<_> = meshes.iter().map(open).collect();
+            opening.into_iter().map(|links| links.join().unwrap()).collect()
+        });
+        assert!(links.iter().all(|links| links.len() + 1 == everybody.len()));
+        let dialled: usize = meshes.iter().map(|mesh| mesh.controlled.lock().len()).sum();
+        assert_eq!(2 * dialled, each * everybody.len(), "each connection has two ends");
+        // Those that hear of a loss from others need a part of the time.
+        let (timeout, silence) = (meshes[0].shared.peer_timeout, meshes[0].shared.longest_silence());
+        assert_eq!(silence, if hosts == 5 { timeout } else { timeout - crate::hearsay(timeout) });
+    }
 }
 
 #[test]

@@ -40,6 +40,8 @@ pub(crate) const HEADER: usize = 16;
 pub(crate) const TAG: usize = 16;
 /// Largest payload of a record: what a core keeps near while it seals it and hands it to the kernel.
 pub(crate) const MOST: usize = 256 << 10;
+/// Payload of a word of heartbeats.
+pub(crate) const WORD: usize = 128;
 
 /// The content of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +50,7 @@ pub(crate) enum Kind {
     Bytes,
     /// Nothing; no record follows.
     End,
-    /// One byte of a heartbeat.
+    /// A word of heartbeats.
     Word,
 }
 
@@ -85,7 +87,7 @@ impl Header {
         let (kind, fits) = match kind {
             1 => (Kind::Bytes, (1..=MOST).contains(&length)),
             2 => (Kind::End, length == 0),
-            3 => (Kind::Word, length == 1),
+            3 => (Kind::Word, length == WORD),
             _ => return None,
         };
         fits.then_some((kind, length))

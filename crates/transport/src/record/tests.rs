@@ -50,8 +50,19 @@ fn opened(seal: &mut Seal, record: &Record) -> Result<Vec<u8>, Tampered> {
 fn headers_that_no_sender_writes_promise_nothing() {
     let header = |length: usize, kind: u8| header(length, kind).promises();
     assert_eq!(header(MOST, 1), Some((Kind::Bytes, MOST)));
-    assert_eq!([header(0, 2), header(1, 3)], [Some((Kind::End, 0)), Some((Kind::Word, 1))]);
-    let never = [(0, 1), (MOST + 1, 1), ((1 << 24) - 1, 1), (1, 2), (0, 3), (2, 3), (5, 0), (5, 4), (5, 255)];
+    assert_eq!([header(0, 2), header(WORD, 3)], [Some((Kind::End, 0)), Some((Kind::Word, WORD))]);
+    let never = [
+        (0, 1),
+        (MOST + 1, 1),
+        ((1 << 24) - 1, 1),
+        (1, 2),
+        (0, 3),
+        (1, 3),
+        (WORD + 1, 3),
+        (5, 0),
+        (5, 4),
+        (5, 255),
+    ];
     assert!(never.into_iter().all(|(length, kind)| header(length, kind).is_none()));
     let mut more = super::Header::new(Kind::Bytes, 5).unwrap();
     more.0[9] = 1;

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.hearing import Hearing
+from farandole.runner.hearing import Hearing, how_ended
 from farandole.runner.outcome import Ending, failure, results
 from farandole.runner.watcher import NOBODY
 from farandole.runner.worker import EXECUTOR as WHERE
@@ -197,6 +197,7 @@ class _Job(Hearing):
             case "exit":
                 if event.task is not None:
                     self.exits[event.task] = event
+                    self.watcher.left(event.task, how_ended(event))
             case "result":
                 self.results[event.task or 0] = event.data or b""
             case "lost" | "dismissed":
@@ -214,6 +215,8 @@ class _Job(Hearing):
             who += " leaves:"
         self.output.say(f"{who} {event.text}")
         self.watcher.event(f"{who} is gone", event.text)
+        if event.task is not None:
+            self.watcher.left(event.task, "lost" if event.kind == "lost" else "ended")
 
     def metric(self, event: Event) -> None:
         if event.text == WHERE and event.task is not None and event.data is not None:

@@ -16,12 +16,15 @@ import json
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import store as native
 from farandole.runner import timelines
+from farandole.runner.rank_files import RankFiles
 from farandole.runner.show.history import flat
 from farandole.runner.show.surroundings import code, environment
+from farandole.runner.show.told import Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 RECORD: Final = "_record.json"
 STEPS: Final = "steps.jsonl"
 HISTORY: Final = "history.jsonl"
+OUTPUT: Final = "output"
+"""Directory of a run with what its ranks print."""
 HEARTBEAT: Final = 15.0
 
 _PAUSE = 1.0
@@ -39,23 +44,32 @@ _PAUSE_REMOTE = 5.0
 """Least seconds between two writes."""
 _MOST_STEPS = 4000
 _MOST_EVENTS = 200
+_OF_THE_TAB = frozenset({"tags", "timeline", "timeline_is_here"})
+"""What only Spark's Training tab needs of a run."""
 _NOT_SCORES = frozenset({"epoch", "seconds", "rows", "rows_per_second"})
 
 _LOG = logging.getLogger("farandole")
 
 
-class Journal:
+class Journal(Told):
     """Writes what a fit's driver is told of it.
 
     Args:
         remote: The run's paths.
         facts: What is known of the run from its start.
         clock: In seconds.
+        output: Directory for what ranks print; `None` if somebody else writes it, or it is not of this host.
     """
 
     def __init__(
-        self, remote: RemoteStore, facts: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        remote: RemoteStore,
+        facts: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        output: Path | None = None,
     ) -> None:
+        self._output = output
+        self._files: RankFiles | None = None
         self._remote = remote
         self._clock = clock
         self._lock = threading.Lock()
@@ -90,7 +104,7 @@ class Journal:
         del run, logged
         with self._lock:
             if key == "run":
-                self._record |= {name: value for name, value in body.items() if name != "tags"}
+                self._record |= {name: value for name, value in body.items() if name not in _OF_THE_TAB}
             elif key == "ranks":
                 self._record["ranks"] = body["ranks"]
             elif key == "step":
@@ -101,19 +115,26 @@ class Journal:
                 self._record["events"] = [*self._record["events"], dict(body)][-_MOST_EVENTS:]
         self._changed.set()
 
-    def gauge(self, name: str, value: float) -> None:
-        """Takes a number of Spark's metrics, which ranks say themselves.
-
-        Args:
-            name: Its name.
-            value: The number.
-        """
+    def line(self, rank: int, stream: str, text: str) -> None:
+        """As `Told.line`: writes it into the run's directory. What a restarted job prints follows."""
+        if self._output is None:
+            return
+        try:
+            if self._files is None:
+                self._files = RankFiles(self._output, max(int(self._record.get("size") or 0), rank + 1))
+            self._files.write(rank, stream, text)
+        except OSError as error:
+            self._warn("what ranks print", error)
+            self._output = None
 
     def close(self) -> None:
         """Writes what came last and ends the thread."""
         self._ends = True
         self._changed.set()
         self._thread.join()
+        self._output = None
+        if self._files is not None:
+            self._files.close()
 
     def _step(self, body: Mapping[str, Any]) -> None:
         epoch = int(body["epoch"])
@@ -172,12 +193,15 @@ class Journal:
             try:
                 self._write()
             except Exception as error:  # noqa: BLE001 - the training continues without a page
-                level = logging.DEBUG if self._told else logging.WARNING
-                self._told = True
-                _LOG.log(level, "what the run viewer shows cannot be written: %s: %s", self._remote.run_path, error)
+                self._warn("what the run viewer shows", error)
             deadline = time.monotonic() + self._pause
             while not self._ends and time.monotonic() < deadline:
                 time.sleep(0.05)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        _LOG.log(level, "%s cannot be written: %s: %s", what, self._remote.run_path, error)
 
     def _write(self) -> None:
         with self._lock:
@@ -217,13 +241,14 @@ def recorded(estimator: EstimatorParams, job: Any) -> Iterator[Journal | None]:
             **base.paths(),
         },
     }
-    journal = Journal(base.store, facts)
+    folder = native.Store(base.store.run_path).local_path
+    journal = Journal(base.store, facts, output=None if folder is None else Path(folder) / OUTPUT)
     try:
         yield journal
     finally:
         try:
             with contextlib.suppress(OSError):  # the training is over; what is missing is said at the end
-                timelines.keep(base.store.write)
+                timelines.keep(base.store)
         finally:
             journal.close()
 

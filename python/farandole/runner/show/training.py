@@ -14,14 +14,17 @@ import math
 import secrets
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from farandole.runner import timelines
 from farandole.runner.show.history import flat
 from farandole.runner.watcher import TOLD, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from farandole.runner.show.told import Told
 
 _STEP_EVERY = 0.5
 _RANKS_EVERY = 1.0
@@ -33,16 +36,6 @@ _LONGEST = 2000
 _CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default=None)
 
 
-class Told(Protocol):
-    """A receiver of reports about a run: the Spark plugin, or a journal."""
-
-    def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
-        """Takes a row of a run, instead of the one of that name."""
-
-    def gauge(self, name: str, value: float) -> None:
-        """Takes a number of the whole run."""
-
-
 class Training(Watcher):
     """One run.
 
@@ -51,7 +44,7 @@ class Training(Watcher):
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        journal: What else is told.
+        others: What else is told.
     """
 
     def __init__(
@@ -60,10 +53,10 @@ class Training(Watcher):
         name: str = "",
         what: str = "",
         parameters: Mapping[str, Any] = {},
-        journal: Told | None = None,
+        others: Iterable[Told | None] = (),
     ) -> None:
         self._shim = shim
-        self._all: list[Told] = [one for one in (shim, journal) if one is not None]
+        self._all: list[Told] = [one for one in (shim, *others) if one is not None]
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {
             "name": name,
@@ -79,6 +72,7 @@ class Training(Watcher):
         self._seats: list[dict[str, Any]] = []
         self._said: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}
+        self._left: dict[int, str] = {}
         self._ask: Callable[[], None] | None = None
         self._events = 0
         self._step_at = self._ranks_at = self._logged_at = -math.inf
@@ -121,6 +115,7 @@ class Training(Watcher):
         """
         if not self._all:
             return
+        self._left.clear()
         self._seats = [{"rank": seat["rank"], "task": seat["task"], "host": seat["host"]} for seat in seats]
         self._seats.sort(key=lambda seat: seat["rank"])
         self._run["size"] = len(self._seats)
@@ -166,6 +161,32 @@ class Training(Watcher):
         now = time.monotonic()
         if now - self._ranks_at >= _RANKS_EVERY:
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
+
+    def left(self, task: int, how: str) -> None:
+        """As `Watcher.left`."""
+        if not self._all:
+            return
+        self._left[task] = how
+        # All ranks of a gang may leave in one moment. The last report of the ranks is at the end of the run.
+        if time.monotonic() - self._ranks_at >= _RANKS_EVERY:
+            self._tell_ranks(logged=False)
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        """As `Watcher.line`."""
+        for one in self._all:
+            one.line(rank, stream, text)
+
+    def timeline(self, place: str) -> None:
+        """The timeline of all ranks is written.
+
+        Args:
+            place: Path or URL of its file.
+        """
+        is_here = Path(place).is_file()
+        self._run |= {"timeline": place, "timeline_is_here": is_here}
+        for one in self._all if is_here else ():
+            one.timeline(self._id, place)
+        self._told()
 
     def record(self, record: Mapping[str, Any]) -> None:
         """A report of an estimator's training function.
@@ -239,7 +260,10 @@ class Training(Watcher):
         self._ranks_at = time.monotonic()
         self._logged_at = self._ranks_at if logged else self._logged_at
         ranks = [
-            seat | {"executor": self._places.get(seat["task"])} | self._said.get(seat["task"], {})
+            seat
+            | {"executor": self._places.get(seat["task"])}
+            | self._said.get(seat["task"], {})
+            | self._state_of(seat)
             for seat in self._seats
         ]
         self._put("ranks", {"ranks": ranks}, logged=logged)
@@ -247,6 +271,10 @@ class Training(Watcher):
             known = [value for one in ranks if isinstance(value := one.get(name), int | float)]
             if known:
                 self._gauge(gauge, sum(known) / len(known))
+
+    def _state_of(self, seat: Mapping[str, Any]) -> dict[str, str]:
+        how = self._left.get(seat["task"])
+        return {} if how is None else {"state": how}
 
     def _told(self) -> None:
         self._put("run", self._run)
@@ -259,9 +287,9 @@ class Training(Watcher):
 
 @contextlib.contextmanager
 def telling(
-    shim: Told | None, name: str, what: str, parameters: Mapping[str, Any] = {}, journal: Told | None = None
+    shim: Told | None, name: str, what: str, parameters: Mapping[str, Any] = {}, *others: Told | None
 ) -> Iterator[Training]:
-    """Tells the plugin and a journal of what runs inside.
+    """Tells the plugin and others of what runs inside.
 
     Inside of a run that is in progress in this context already, that run is told of it.
 
@@ -270,16 +298,17 @@ def telling(
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        journal: What else is told.
+        *others: What else is told.
     """
     outer = _CURRENT.get()
     if outer is not None:
         yield outer
         return
-    if shim is None and journal is None:
+    if shim is None and all(one is None for one in others):
         yield SILENT
         return
-    run = Training(shim, name, what, parameters, journal)
+    run = Training(shim, name, what, parameters, others)
+    timelines.tell(run.timeline)
     token = _CURRENT.set(run)
     try:
         yield run

@@ -17,7 +17,7 @@ from farandole._native import store as native
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.hearing import record
-from farandole.runner.show.journal import HISTORY, Journal
+from farandole.runner.show.journal import HISTORY, OUTPUT, Journal
 from farandole.runner.show.training import current, telling
 from farandole.stores.store import Store
 
@@ -25,13 +25,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from farandole.runner.show.training import Told
+    from farandole.runner.show.told import Told
 
 HERE: Final = "farandole-runs"
 """The store where nobody names one: a directory of the current one."""
-
-OUTPUT: Final = "output"
-"""Directory of a run with what its ranks print."""
 
 
 class _Journal(Journal):
@@ -95,12 +92,12 @@ def watched(
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
     journal = _Journal(remote, {} if size is None else {"size": size})
     try:
-        with telling(shim, run, what, journal=journal):
+        with telling(shim, run, what, {}, journal):
             yield None if local is None else str(Path(local) / OUTPUT)
     finally:
         try:
             with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
-                timelines.keep(remote.write)
+                timelines.keep(remote)
         finally:
             journal.close()
 

@@ -324,7 +324,9 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
             recorded(self, job) as journal,
-            telling(Shim.active(), job.run_id, type(self).__name__, plain_parameters(self), journal) as run,
+            telling(
+                Shim.active(), job.run_id, type(self).__name__, plain_parameters(self), journal, shown.told()
+            ) as run,
             contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
             shown.offering(request) as stop,
         ):

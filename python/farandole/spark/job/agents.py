@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Agents
-from farandole.runner.outcome import SCHEMA, Ending
+from farandole.runner.outcome import Ending
 from farandole.spark.job.meeting import Tail
+from farandole.spark.job.profiles import mapped
 from farandole.spark.job.session import headline
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from farandole.runner.gang import Output
     from farandole.runner.outcome import Row
     from farandole.spark.job.meeting import Meeting
+    from farandole.spark.job.profiles import Profiled
     from farandole.spark.job.session import Cluster
 
 LEFT_ALONE: Final = 4.0
@@ -161,10 +163,9 @@ class SparkAgents(Agents):
     def _is_barrier(self) -> bool:
         return self._work.rejoin_after != 0.0
 
-    def _rows(self) -> DataFrame:
+    def _rows(self) -> DataFrame | Profiled:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
-        profile = {} if self._profile is None else {"profile": self._profile}
-        rows = tasks.mapInArrow(_agent(self._work, self._meeting), SCHEMA, barrier=self._is_barrier, **profile)
+        rows = mapped(tasks, _agent(self._work, self._meeting), self._profile, barrier=self._is_barrier)
         # Spark retries a barrier stage after it lost an executor only if the stage feeds a shuffle.
         return rows.repartition(1)
 

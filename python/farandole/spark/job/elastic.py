@@ -14,8 +14,9 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.elastic.crew import Crew
-from farandole.runner.outcome import SCHEMA, Ending
+from farandole.runner.outcome import Ending
 from farandole.spark.job.agents import batch, tasks_of
+from farandole.spark.job.profiles import mapped
 from farandole.spark.job.session import headline
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class SparkCrew(Crew):
 
     def _rows(self, task: int) -> Any:
         one = self._cluster.session.range(0, 1, 1, 1)
-        profile = {} if self._profile is None else {"profile": self._profile}
-        return one.mapInArrow(_agent(self._work, task), SCHEMA, **profile)
+        return mapped(one, _agent(self._work, task), self._profile)
 
 
 def _agent(work: Work, task: int) -> Callable[[Iterable[Any]], Iterator[Any]]:

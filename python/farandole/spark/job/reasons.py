@@ -35,6 +35,7 @@ class Word:
         self._told = told
         self._output = output
         self._next = 0.0
+        self._stage: str | None = None
         self._reasons: dict[str, str] = {}
         if shim is not None:
             shim.news()  # what was said of jobs before
@@ -51,7 +52,11 @@ class Word:
         executor, reason = one.get("executor", ""), one.get("reason", "")
         match one["kind"]:
             case "started" if one["tag"] == self._tag:
-                self._told.located(int(one["task"]), executor)
+                # Ranks are in the first stage. The next one collects their rows by a task that may be elsewhere.
+                if self._stage is None:
+                    self._stage = one.get("stage", "")
+                if one.get("stage", "") == self._stage:
+                    self._told.located(int(one["task"]), executor)
             case "removed" if self._told.holds(executor):
                 self._reasons[executor] = reason
                 self._say(f"Spark has removed executor {executor}", reason)

@@ -14,6 +14,8 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farandole.spark.job.profiles import takes_profiles
+
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
 _GRACE_AFTER_CANCEL = 10.0
-_PROFILES_SINCE = 4
 _SIZES = (
     ("spark.dynamicAllocation.maxExecutors", str(1 << 31)),
     ("spark.executor.cores", "0"),
@@ -224,18 +225,13 @@ class Cluster:
         return most * (cores // cpus) if cores else None
 
     def check_profiles(self) -> None:
-        """Refuses resource profiles where pyspark has none for DataFrames.
+        """Refuses resource profiles where pyspark has no way to them.
 
         Raises:
-            ValueError: This pyspark is too old.
+            ValueError: A Connect client of pyspark 3.5, which has neither plans nor RDDs that take one.
         """
-        import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
-
-        if int(pyspark.__version__.partition(".")[0]) < _PROFILES_SINCE:
-            raise ValueError(
-                "resource_profile needs pyspark 4.0 or newer, whose mapInArrow takes one; "
-                f"this is {pyspark.__version__}"
-            )
+        if self.context is None and not takes_profiles():
+            raise ValueError("with Spark Connect, resource_profile needs pyspark 4.0 or newer")
 
     def conf(self, key: str, default: str) -> str:
         """A setting, or its default where it is not set or not shown."""

@@ -7,11 +7,15 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from farandole.common import check
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.torch.params import TorchParams
+from farandole.stores.consent import PARAMETER
+
+if TYPE_CHECKING:
+    from pyspark.ml.param import Param
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any]:
@@ -66,10 +70,25 @@ class LightningParams(TorchParams):
 
     allow_pickle: Parameter[bool] = Parameter(
         "Whether a run that continues may run the code that its checkpoint contains. If it is not set, the variable "
-        "`FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is not saved with the estimator.",
+        "`FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is not saved with the estimator, and a "
+        "param map cannot set it.",
         check.flag,
         default=None,
     )
+
+    def copy(self, extra: dict[Param[Any], Any] | None = None) -> Self:
+        """A copy with the same parameters.
+
+        Args:
+            extra: values that the copy has instead.
+
+        Raises:
+            ValueError: one of them is `allow_pickle`: `CrossValidator` saves its param maps, and the file of another
+                user must not contain the consent to run code.
+        """
+        if extra and self.getParam(PARAMETER) in extra:
+            raise ValueError(f"a param map cannot set {PARAMETER}, since Spark saves param maps: use setAllowPickle")
+        return super().copy(extra)
 
     setNumGpus, getNumGpus = accessors("num_gpus")
     setNumGPUs, getNumGPUs = setNumGpus, getNumGpus  # Horovod's spelling

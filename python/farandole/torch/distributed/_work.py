@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ table = HandleTable("distributed")
 """The operations of this backend under way."""
 
 _NO_LIMIT = timedelta(0)
+_watched: weakref.WeakKeyDictionary[Pending, tuple[str, float]] | None = None
+"""Names of operations and when they were started; `None` unless somebody wants to see them."""
 
 
 class Pending:
@@ -37,6 +41,16 @@ class Pending:
         self._lock = threading.Lock()
         self.done = False
         self.error: Exception | None = None
+        if _watched is not None:
+            _watched[self] = (_name(submission), time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has finished, whoever waits for it."""
+        try:
+            return self.done or table.poll(self._handle)
+        except ValueError:  # somebody has waited meanwhile
+            return True
 
     def complete(self) -> None:
         """Waits until the operation is over, well or not; only interrupts are raised."""
@@ -48,6 +62,29 @@ class Pending:
             except Exception as error:  # noqa: BLE001 - kept for all who will ask
                 self.error = error
             self.done = True
+
+
+def watch(*, on: bool = True) -> None:
+    """Begins to note the names of operations, or ends it.
+
+    Args:
+        on: Whether to note them.
+    """
+    global _watched  # noqa: PLW0603 - one for the process, as the table
+    _watched = weakref.WeakKeyDictionary() if on else None
+
+
+def under_way() -> list[dict[str, Any]]:
+    """Operations that were started since `watch` and are not over: the name of each, and for how many seconds."""
+    now = time.monotonic()
+    found = [(began, name) for one, (name, began) in list((_watched or {}).items()) if not one.is_over]
+    return [{"name": name, "seconds": now - began} for began, name in sorted(found)]
+
+
+def _name(submission: tuple[Any, ...]) -> str:
+    """The operation's name; that of its first member if it is a group."""
+    named = submission[1]
+    return named if isinstance(named, str) else str(named[0][0])
 
 
 class Completer:

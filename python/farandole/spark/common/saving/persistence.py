@@ -135,6 +135,8 @@ class ParamsReader(MLReader[T]):
         )
         DefaultParamsReader.getAndSetParams(loaded, metadata | {"paramMap": known, "defaultParamMap": defaults})
         self.restore(loaded, saved.parts(metadata), path)
+        if loaded.hasParam(PARAMETER):  # the parts must not contain the consent either
+            loaded.clear(loaded.getParam(PARAMETER))
         places.put(loaded, metadata.get("places"), path)
         return loaded
 

@@ -19,7 +19,9 @@ Spark writes and reads if it has a file system for the path's scheme. Otherwise,
 The native reader reads the Parquet files of local directories and of the native store. What a damaged or hostile file
 claims about its sizes cannot make the rows take more memory than `_ROOM` and `_RATIO` times the file's size, or four
 times as much while they are decoded. New files are written without compression and dictionaries, so their content is
-not larger than they are. Elsewhere Spark's own reader reads them, in its JVMs, whose heaps have a limit.
+not larger than they are. Earlier versions wrote dictionaries, which hold equal chunks once: a model of a gigabyte of
+zeros may be a file below a megabyte. `FARANDOLE_SAVED_BYTES` raises the limit for such a file. Elsewhere Spark's own
+reader reads the files, in its JVMs, whose heaps have a limit.
 """
 
 # ruff: noqa: PLC0415, SLF001 - loaded where it is needed; Spark's own helpers
@@ -30,6 +32,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import re
 import sys
 import uuid
@@ -50,9 +53,19 @@ FORMAT = 1
 _CHUNK = 16 << 20
 _ROOM = 128 << 20
 _RATIO = 32
-"""The rows of a directory take at most `_ROOM` bytes and `_RATIO` times what its files have: earlier versions wrote
-files with Snappy, which makes values at most 22 times smaller."""
-_LAYOUT = {"compression": "uncompressed", "parquet.enable.dictionary": "false"}
+"""The rows of a directory take at most `_ROOM` bytes and `_RATIO` times what its files have, or `VARIABLE` if that is
+more. Earlier versions wrote files with Snappy, which makes a value at most 22 times smaller, if no dictionary does."""
+VARIABLE = "FARANDOLE_SAVED_BYTES"
+"""Bytes that the rows of a directory may take in any case."""
+_BUDGET = re.compile(r"byte budget|a budget of \d+ bytes")
+"""In errors of the native reader: the file is not damaged as far as is known, but the limit is too small."""
+_LAYOUT = {
+    "compression": "uncompressed",
+    "parquet.enable.dictionary": "false",
+    # A row group for each row, so that a reader needs memory for one. Older Parquet ignores the first.
+    "parquet.block.row.count.limit": "1",
+    "parquet.page.row.count.limit": "1",
+}
 """Options of Spark for the Parquet files."""
 _DATA = "part string, chunk int, bytes binary"
 _COLUMNS = ["part", "chunk", "bytes"]
@@ -72,6 +85,10 @@ class _Files(Protocol):
 
     def names(self) -> list[str] | None:
         """Everything that an overwriting save deletes in the end; `None` where nothing can be deleted."""
+        ...
+
+    def local(self) -> Path | None:
+        """The directory, if a file system of this host has it; it may not be there yet."""
         ...
 
     def texts(self) -> list[str]:
@@ -152,10 +169,9 @@ class Saved:
 
     def _synchronize(self) -> None:
         """Has a file system of this host keep what was written, before anything follows that needs it."""
-        plain = _FILE.sub("", self._path)
-        # Spark may have another file system in mind for a path without a scheme: then there is nothing of ours here.
-        if "://" not in plain and Path(plain).is_dir():
-            durable.synchronize(Path(plain).absolute())
+        directory = self._files.local()
+        if directory is not None and directory.is_dir():
+            durable.synchronize(directory)
 
     def metadata(self, kind: str | None = None) -> dict[str, Any]:
         """The JSON of the last complete save.
@@ -194,7 +210,8 @@ class Saved:
         whole: dict[str, list[tuple[int, bytes]]] = {}
         for part, chunk, data in self._files.rows(directory):
             whole.setdefault(part, []).append((chunk, data))
-        return {part: b"".join(data for _, data in sorted(chunks)) for part, chunks in whole.items()}
+        # Each part's chunks are released when it is joined.
+        return {part: b"".join(data for _, data in sorted(whole.pop(part))) for part in list(whole)}
 
 
 class _StoreFiles:
@@ -209,6 +226,9 @@ class _StoreFiles:
     def names(self) -> list[str]:
         # Metadata goes first: once it is gone, nothing names the old data.
         return sorted((name for name, _ in self._store.list()), key=lambda name: not name.startswith("metadata/"))
+
+    def local(self) -> Path | None:
+        return None if self._store.local_path is None else Path(self._store.local_path)
 
     def texts(self) -> list[str]:
         names = [name for name, _ in self._store.list() if name.startswith("metadata/part-")]
@@ -265,6 +285,14 @@ class _SparkFiles:
         inner = [name for directory in ("metadata", "data") for name in below(directory) if _is_visible(name)]
         return inner + [name for name in below("") if name not in ("metadata", "data")]
 
+    def local(self) -> Path | None:
+        if self._hadoop is not None:
+            # Spark completes a relative path with the directory in which its JVM was started.
+            return None if self._local is None or self._local.local_path is None else Path(self._local.local_path)
+        plain = _FILE.sub("", self._path)
+        # The server may be on this host. If it is not, or completes the path otherwise, there is nothing of ours here.
+        return None if "://" in plain else Path(plain).absolute()
+
     def texts(self) -> list[str]:
         from pyspark.errors import AnalysisException
 
@@ -301,7 +329,7 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
     """The rows of the Parquet files directly in a directory, one at a time, in bounded memory.
 
     Raises:
-        ValueError: the rows take more than files of this size can have.
+        ValueError: the rows take more than the limit; the message names the variable that raises it.
     """
     found = [
         (name, size)
@@ -310,18 +338,44 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
     ]
     if not found:
         return
-    most = _ROOM + _RATIO * sum(size for _, size in found)
-    files = reader.Dataset.open_files(store.url, [(name, {}) for name, _ in found])
+    most = max(_ROOM + _RATIO * sum(size for _, size in found), _allowed())
+    where = f"{store.url}/{directory}"
+    try:
+        yield from _read(store, where, [name for name, _ in found], most)
+    except (ValueError, OSError) as error:
+        if _BUDGET.search(str(error)) is None:
+            raise
+        raise ValueError(
+            f"the rows of {where} take more than files of their size usually hold: {error}. If you trust the files "
+            f"and there is memory for them, set {VARIABLE} to the bytes that they may take, more than {most}"
+        ) from error
+
+
+def _allowed() -> int:
+    """The value of the variable; 0 if it is not set.
+
+    Raises:
+        ValueError: it is no number of bytes.
+    """
+    text = os.environ.get(VARIABLE, "").strip() or "0"
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ValueError(f"{VARIABLE} is a number of bytes: {text!r}")
+    return int(text)
+
+
+def _read(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
+    """As `_rows`, of files that are there."""
+    files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
     rows = reader.Reader(files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1)
     kinds = [(one.name, one.dtype, one.shape) for one in rows.columns]
     if kinds != [(name, kind, ()) for name, kind in zip(_COLUMNS, ("utf8", "int32", "binary"), strict=True)]:
-        raise ValueError(f"the columns of {store.url}/{directory} are not those of a save: {kinds}")
+        raise ValueError(f"the columns of {where} are not those of a save: {kinds}")
     taken = 0
     for row in rows.epoch(0):
         part, data = _value(row, "part"), _value(row, "bytes")
         taken += len(part) + len(data)
         if taken > most:
-            raise ValueError(f"the rows of {store.url}/{directory} take more than {most} bytes, as no save does")
+            raise ValueError(f"they take more than the byte budget of {most}")
         yield part.decode(), int.from_bytes(row.column("chunk"), sys.byteorder, signed=True), data
 
 

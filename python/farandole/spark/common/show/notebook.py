@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Output of a fit in a notebook: a bar, a line of numbers and a chart that grows with every epoch, in plain HTML."""
+"""Output of a fit in a notebook, in plain HTML: a bar, a line of numbers, the ranks, and a chart that grows."""
 
 # ruff: noqa: PLC0415 - IPython is there where a notebook is
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.show.chart import Chart
 from farandole.spark.common.show.progress import Progress, Remaining, scores
+from farandole.spark.common.show.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,7 @@ class Notebook(Progress):
         self._history: list[dict[str, Any]] = []
         self._now = ""
         self._steps: list[tuple[float, float]] = []
+        self._ranks = Ranks(lambda: self._draw(now=False))
         self._drawn = 0.0
         self._left = Remaining()
         self._handle: Any = display(HTML(self._page()), display_id=True)
@@ -46,6 +48,10 @@ class Notebook(Progress):
         """As `Progress.message`."""
         self._lines.append(text)
         self._draw(now=True)
+
+    def told(self) -> Ranks:
+        """As `Progress.told`."""
+        return self._ranks
 
     @contextlib.contextmanager
     def offering(self, stop: Stop) -> Iterator[Stop]:
@@ -95,7 +101,7 @@ class Notebook(Progress):
         now = ", ".join(filter(None, (self._now, str(self._left) if self._now else "")))
         text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
         chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
-        return f'<div class="farandole-progress">{bar}<div>{text}</div>{chart}</div>'
+        return f'<div class="farandole-progress">{bar}<div>{text}</div>{self._ranks.html}{chart}</div>'
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

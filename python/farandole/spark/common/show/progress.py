@@ -23,6 +23,7 @@ from farandole.runner.show.history import flat
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from farandole.runner.show.told import Told
     from farandole.spark.common.runs.halting import Stop
 
 _QUIET_SECONDS = 10.0
@@ -58,6 +59,9 @@ class Progress(AbstractContextManager["Progress"]):
 
     def epoch(self, report: dict[str, Any]) -> None:
         """An epoch is done."""
+
+    def told(self) -> Told | None:
+        """The receiver of the state of the ranks; `None` if nothing shows it."""
 
     def offering(self, stop: Stop) -> AbstractContextManager[Stop | None]:
         """Offers a button that stops the fit while it runs inside; yields `None` where there is none.

@@ -2,8 +2,11 @@
 // SPDX-FileCopyrightText: the Farandole authors
 package io.farandole.spark;
 
+import java.nio.file.Path;
+import java.nio.file.Paths;
 import java.util.Collections;
 import java.util.Map;
+import java.util.concurrent.ConcurrentHashMap;
 import org.apache.spark.SparkContext;
 import org.apache.spark.api.plugin.DriverPlugin;
 import org.apache.spark.api.plugin.PluginContext;
@@ -15,6 +18,7 @@ final class DriverHalf implements DriverPlugin {
 
   private final News news = new News();
   private final Gauges gauges = new Gauges();
+  private final Map<String, Path> timelines = new ConcurrentHashMap<>();
   private SparkContext context;
   private Decommissions decommissions;
 
@@ -30,7 +34,10 @@ final class DriverHalf implements DriverPlugin {
           listen(new TrainingListener(new Rows(made.statusStore().store())));
           Trainings.driver = this;
         });
-    return Collections.emptyMap();
+    return Guard.made(
+        "executors start no fork servers of warm workers",
+        Collections.<String, String>emptyMap(),
+        () -> WarmServer.settings(name -> made.getConf().get(name, null), System.getenv()));
   }
 
   @Override
@@ -40,7 +47,7 @@ final class DriverHalf implements DriverPlugin {
         "there is no Training tab",
         () -> {
           if (context != null && context.ui().isDefined()) {
-            TrainingTab.attach(context.ui().get());
+            TrainingTab.attach(context.ui().get(), timelines::get);
           }
         });
     Guard.attempt("decommissioned executors are not watched", () -> decommissions.start());
@@ -82,6 +89,10 @@ final class DriverHalf implements DriverPlugin {
 
   Gauges gauges() {
     return gauges;
+  }
+
+  void timeline(String run, String path) {
+    timelines.put(run, Paths.get(path));
   }
 
   private void decommissioned(String executor) {

@@ -14,7 +14,10 @@ import java.util.Map;
 import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.PluginContext;
 
-/** An executor's half: says what its host has, and ends the workers that are left when the executor ends. */
+/**
+ * An executor's half: says what its host has, starts the fork server of warm workers, and ends the workers that are left
+ * when the executor ends.
+ */
 final class ExecutorHalf implements ExecutorPlugin {
   @Override
   public void init(PluginContext context, Map<String, String> extra) {
@@ -30,6 +33,7 @@ final class ExecutorHalf implements ExecutorPlugin {
                   "pid", Orphans.self());
           context.send(context.executorID() + "\n" + body);
         });
+    Guard.attempt("no fork server of warm workers was started", () -> WarmServer.start(context.conf(), extra));
   }
 
   @Override

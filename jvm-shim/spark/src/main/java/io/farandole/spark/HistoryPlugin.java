@@ -33,7 +33,7 @@ public final class HistoryPlugin implements AppHistoryServerPlugin {
         () -> {
           KVStore store = ui.store().store();
           if (!Rows.isEmpty(store)) {
-            TrainingTab.attach(ui);
+            TrainingTab.attach(ui, run -> null);
           }
         });
   }

@@ -19,10 +19,13 @@ public final class JavaxServlet extends HttpServlet {
 
   @Override
   protected void doGet(HttpServletRequest request, HttpServletResponse response) throws IOException {
-    Page.Answer answer = page.answer(request.getPathInfo(), request.getParameter("since"));
+    Page.Answer answer = page.answer(request.getPathInfo(), request::getParameter);
     response.setStatus(answer.status);
     Page.HEADERS.forEach(response::setHeader);
     response.setContentType(answer.type);
-    response.getOutputStream().write(answer.body);
+    if (answer.name != null) {
+      response.setHeader("Content-Disposition", "attachment; filename=" + answer.name);
+    }
+    answer.write(response.getOutputStream());
   }
 }

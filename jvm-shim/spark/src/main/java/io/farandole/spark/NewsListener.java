@@ -73,7 +73,9 @@ public final class NewsListener extends SparkListener {
           if (tag != null) {
             String executor = event.taskInfo().executorId();
             String task = "" + event.taskInfo().partitionId();
-            news.add(Json.object("kind", "started", "tag", tag, "task", task, "executor", executor));
+            String stage = "" + event.stageId();
+            news.add(
+                Json.object("kind", "started", "tag", tag, "stage", stage, "task", task, "executor", executor));
           }
         });
   }

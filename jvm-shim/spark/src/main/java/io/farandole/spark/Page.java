@@ -5,11 +5,16 @@ package io.farandole.spark;
 import java.io.ByteArrayOutputStream;
 import java.io.IOException;
 import java.io.InputStream;
+import java.io.OutputStream;
 import java.nio.charset.StandardCharsets;
+import java.nio.file.Files;
+import java.nio.file.Path;
 import java.util.Collections;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
+import java.util.function.Function;
+import java.util.function.UnaryOperator;
 import org.apache.spark.ui.SparkUI;
 import org.apache.spark.ui.WebUITab;
 import scala.collection.Iterator;
@@ -30,30 +35,53 @@ final class Page {
   private static final String TEXT = "text/plain; charset=utf-8";
 
   private final SparkUI ui;
+  private final Function<String, Path> timelines;
 
-  Page(SparkUI ui) {
+  /** {@code timelines} gives the file of a run's timeline, or null. */
+  Page(SparkUI ui, Function<String, Path> timelines) {
     this.ui = ui;
+    this.timelines = timelines;
   }
 
-  /** A status, a type and bytes. */
+  /** A status, a type and bytes, or a file to save under a name. */
   static final class Answer {
     final int status;
     final String type;
-    final byte[] body;
+    final String name;
+    private final byte[] body;
+    private final Path file;
 
-    Answer(int status, String type, byte[] body) {
+    private Answer(int status, String type, byte[] body, String name, Path file) {
       this.status = status;
       this.type = type;
       this.body = body;
+      this.name = name;
+      this.file = file;
+    }
+
+    static Answer bytes(String type, byte[] body) {
+      return new Answer(200, type, body, null, null);
     }
 
     static Answer text(int status, String type, String text) {
-      return new Answer(status, type, text.getBytes(StandardCharsets.UTF_8));
+      return new Answer(status, type, text.getBytes(StandardCharsets.UTF_8), null, null);
+    }
+
+    static Answer download(String type, String name, Path file) {
+      return new Answer(200, type, null, name, file);
+    }
+
+    void write(OutputStream out) throws IOException {
+      if (file == null) {
+        out.write(body);
+      } else {
+        Files.copy(file, out);
+      }
     }
   }
 
   /** The answer to a path below the tab's; never throws. */
-  Answer answer(String path, String since) {
+  Answer answer(String path, UnaryOperator<String> parameter) {
     try {
       switch (path == null ? "/" : path) {
         case "/":
@@ -63,7 +91,9 @@ final class Page {
         case "/training.css":
           return file("training.css", "text/css; charset=utf-8");
         case "/rows":
-          return Answer.text(200, JSON, rows(number(since)));
+          return Answer.text(200, JSON, rows(number(parameter.apply("since"))));
+        case "/timeline":
+          return timeline(parameter.apply("run"));
         default:
           return Answer.text(404, TEXT, NOT_FOUND);
       }
@@ -71,6 +101,14 @@ final class Page {
       Guard.warn("the Training tab cannot answer " + Json.quote(String.valueOf(path)) + ": " + error);
       return Answer.text(500, TEXT, "the Training tab cannot answer; the log says why");
     }
+  }
+
+  private Answer timeline(String run) {
+    Path file = run == null ? null : timelines.apply(run);
+    if (file == null || !Files.isReadable(file)) {
+      return Answer.text(404, TEXT, "the driver has no timeline of this run");
+    }
+    return Answer.download(JSON, "timeline.json", file);
   }
 
   private String rows(long since) throws Exception {
@@ -84,7 +122,7 @@ final class Page {
       Row row = rows.get(at);
       out.append(at > 0 ? ",[" : "[").append(Json.quote(row.run)).append(',').append(Json.quote(row.key));
       // As a string, which the page reads by itself: one that is no JSON is only lost, and spoils no other.
-      out.append(',').append(Json.quote(row.body)).append(']');
+      out.append(',').append(Json.quote(Logs.isOf(row) ? Logs.shown(ui, row) : row.body)).append(']');
     }
     return out.append("]}").toString();
   }
@@ -120,7 +158,7 @@ final class Page {
         bytes.write(some, 0, count);
       }
     }
-    return new Answer(200, type, bytes.toByteArray());
+    return Answer.bytes(type, bytes.toByteArray());
   }
 
   private static Map<String, String> headers() {

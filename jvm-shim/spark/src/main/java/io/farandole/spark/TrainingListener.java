@@ -33,6 +33,8 @@ public final class TrainingListener extends SparkListener {
           String host = event.executorInfo().executorHost();
           String body = Json.object("state", "added", "host", host, "time", "" + event.time());
           rows.put("", "executor/" + event.executorId(), body);
+          String logs = Logs.object(event.executorInfo().logUrlMap());
+          rows.put("", Logs.KEY + event.executorId(), logs);
         });
   }
 

@@ -3,6 +3,8 @@
 package io.farandole.spark;
 
 import java.lang.reflect.Method;
+import java.nio.file.Path;
+import java.util.function.Function;
 import org.apache.spark.ui.SparkUI;
 import org.apache.spark.ui.SparkUITab;
 
@@ -20,8 +22,8 @@ public final class TrainingTab extends SparkUITab {
   }
 
   /** Adds tab and page to a UI, of a live application or of the History Server. */
-  static void attach(SparkUI ui) throws Exception {
-    Page page = new Page(ui);
+  static void attach(SparkUI ui, Function<String, Path> timelines) throws Exception {
+    Page page = new Page(ui, timelines);
     for (Method method : ui.getClass().getMethods()) {
       // By reflection, and by what it takes: the servlet API differs between versions of Spark, both may be on the
       // class path, and an overload names a class of Jetty's.

@@ -29,6 +29,14 @@ public final class Trainings {
     }
   }
 
+  /** Names the file with a run's timeline, which the live tab then offers; no other file of the driver can be read there. */
+  public static void timeline(String run, String path) {
+    DriverHalf to = driver;
+    if (to != null) {
+      Guard.attempt("a timeline was not noted", () -> to.timeline(run, path));
+    }
+  }
+
   /** What Spark said since a number, as {@link News#since}; without a plugin nothing. */
   public static String news(long since) {
     DriverHalf to = driver;

@@ -10,6 +10,7 @@ const application = new Map();
 let seq = 0;
 let chosen = decodeURIComponent(location.hash.slice(1)) || null;
 let tabs = [];
+let live = true;
 
 const get = (id) => document.getElementById(id);
 
@@ -107,6 +108,32 @@ function stageLinks(run) {
     found.append(to);
   }
   return found;
+}
+
+// Links to the logs of an executor. Only addresses of the web become links.
+function logs(executor) {
+  const found = element("span");
+  for (const [name, address] of Object.entries(application.get(`logs/${executor}`) || {}).sort()) {
+    let to;
+    try { to = new URL(address, location.href); } catch { continue; }
+    if (to.protocol !== "http:" && to.protocol !== "https:") continue;
+    const shown = element("a", name);
+    shown.href = to.href;
+    shown.rel = "noopener noreferrer";
+    if (found.childElementCount) found.append(" ");
+    found.append(shown);
+  }
+  return found;
+}
+
+// The driver offers the file while it lives. Afterwards only its place is known.
+function timeline(run, id) {
+  if (!run.timeline) return "";
+  if (!live || !run.timeline_is_here) return run.timeline;
+  const to = element("a", "download");
+  to.href = "timeline?run=" + encodeURIComponent(id);
+  to.title = `${run.timeline}; opens in ui.perfetto.dev`;
+  return to;
 }
 
 function place(rows) {
@@ -221,7 +248,7 @@ function showRun() {
   const last = (run.state === "running" && rows.get("step")) || named(rows, "epoch/").pop() || {};
   const facts = [["State", element("b", run.state, run.state)], ["Progress", place(rows)], ["Loss", short(last.loss)],
     ["Throughput", Number.isFinite(last.rows_per_second) ? Math.round(last.rows_per_second).toLocaleString() + " rows/s" : ""],
-    ["Stages", stageLinks(run)], ["Started", time(run.started)], ["Ended", time(run.ended)], ["By", run.user]];
+    ["Stages", stageLinks(run)], ["Timeline", timeline(run, id)], ["Started", time(run.started)], ["Ended", time(run.ended)], ["By", run.user]];
   get("facts").replaceChildren(...facts.filter(([, value]) => value instanceof Node ? value.textContent : value)
     .map(([name, value]) => {
       const made = element("div");
@@ -239,8 +266,8 @@ function showRun() {
 }
 
 function showRanks(ranks) {
-  const heads = [["Rank", "number"], ["Host"], ["Process", "number"], ["Executor"], ["GPU"], ["Step", "number"],
-    ["Waits for data", "number"], ["Reduces", "number"], ["Rows", "number"]];
+  const heads = [["Rank", "number"], ["State"], ["Host"], ["Process", "number"], ["Executor"], ["Logs"], ["GPU"],
+    ["Step", "number"], ["Waits for data", "number"], ["Reduces", "number"], ["Rows", "number"]];
   // Ranks wait for each other in the reduction: who is slow shows in what is left of a step without it. If a rank does
   // not measure the reduction, `own` is NaN, and no rank is marked.
   const own = (one) => (typeof one.reduce_seconds === "number" ? one.step_seconds - one.reduce_seconds : NaN);
@@ -248,13 +275,15 @@ function showRanks(ranks) {
   const middle = known.length ? known[Math.floor((known.length - 1) / 2)] : NaN;
   table("ranks", heads, ranks.map((one) => ({
     kind: known.length > 1 && own(one) > 1.3 * middle ? "slow" : "",
-    cells: [one.rank, one.host, one.pid, one.executor, one.gpu, seconds(one.step_seconds),
-      share(one.data_seconds, one.step_seconds), share(one.reduce_seconds, one.step_seconds), one.rows],
+    cells: [one.rank, element("span", one.state, one.state === "lost" ? "failed" : one.state), one.host, one.pid, one.executor,
+      logs(one.executor), one.gpu, seconds(one.step_seconds), share(one.data_seconds, one.step_seconds),
+      share(one.reduce_seconds, one.step_seconds), one.rows],
   })));
 }
 
 function showExecutors() {
-  const heads = [["Executor"], ["State"], ["Host"], ["Memory"], ["Processors", "number"], ["GPUs"], ["Since"], ["Why"]];
+  const heads = [["Executor"], ["State"], ["Host"], ["Memory"], ["Processors", "number"], ["GPUs"], ["Logs"], ["Since"],
+    ["Why"]];
   const numbers = [...application.keys()].filter((key) => key.startsWith("executor/")).map((key) => key.slice(9));
   table("executors", heads, numbers.map((number) => {
     const of = (kind) => application.get(`${kind}/${number}`) || {};
@@ -263,7 +292,7 @@ function showExecutors() {
     const state = removed.state ? "removed" : leaving ? "decommissioning" : "here";
     return {
       cells: [number, element("span", state, state === "here" ? "ended" : "failed"), added.host, memory(host.memory), host.processors,
-        host.gpus, time((removed.state ? removed : added).time), removed.reason],
+        host.gpus, logs(number), time((removed.state ? removed : added).time), removed.reason],
     };
   }));
   get("cluster").hidden = !numbers.length;
@@ -276,7 +305,7 @@ function show() {
 }
 
 async function look() {
-  let live = true;
+  live = true;
   try {
     let more = true;
     while (more) {

@@ -9,7 +9,9 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import java.io.IOException;
 import java.nio.file.Files;
 import java.nio.file.Path;
+import java.util.HashMap;
 import java.util.List;
+import java.util.Map;
 import org.apache.spark.util.kvstore.InMemoryStore;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.io.TempDir;
@@ -77,6 +79,35 @@ class PartsTest {
     Path gpu = Files.createDirectories(driver.resolve("0000:3b:00.0"));
     Files.writeString(gpu.resolve("information"), "Model: \t\t NVIDIA H200\nIRQ:   \t\t 86\n");
     assertEquals(List.of("NVIDIA H200"), ExecutorHalf.gpus(driver));
+  }
+
+  @Test
+  void executorsStartNoForkServerUnlessTheSettingSaysSo() {
+    Map<String, String> driver = Map.of("PYSPARK_PYTHON", "/env/bin/python", "PYTHONHASHSEED", "7");
+    assertEquals(Map.of(), WarmServer.settings(name -> null, driver));
+    Map<String, String> conf = new HashMap<>(Map.of(WarmServer.ON, "true"));
+    assertEquals(Map.of("python", "/env/bin/python", "PYTHONHASHSEED", "7"), WarmServer.settings(conf::get, driver));
+    assertEquals(Map.of("python", "python3", "PYTHONHASHSEED", "0"), WarmServer.settings(conf::get, Map.of()));
+    conf.put("spark.pyspark.python", "/conf/bin/python");
+    assertEquals("/conf/bin/python", WarmServer.settings(conf::get, Map.of()).get("python"));
+  }
+
+  @Test
+  void theForkServerHasTheEnvironmentOfSparksPythonWorkers() {
+    Map<String, String> asked = Map.of("PYTHONPATH", "/job", "LANG", "C");
+    Map<String, String> told = Map.of("python", "python3", "PYTHONHASHSEED", "0");
+    Map<String, String> own = Map.of("PYTHONPATH", "/host", "HOME", "/root");
+    assertEquals(
+        Map.of("PYTHONPATH", "/spark:/job:/host", "LANG", "C", "PYTHONHASHSEED", "0", "PYTHONUNBUFFERED", "YES"),
+        WarmServer.environment(asked, told, own, "/spark"));
+    assertEquals("", WarmServer.environment(Map.of(), told, Map.of(), "").get("PYTHONPATH"));
+  }
+
+  @Test
+  void logsOfAnExecutorBecomeAnObject() {
+    scala.collection.immutable.Map<String, String> urls =
+        new scala.collection.immutable.Map.Map1<>("stdout", "http://host:8081/?a=1&b=2");
+    assertEquals("{\"stdout\":\"http://host:8081/?a=1\\u0026b=2\"}", Logs.object(urls));
   }
 
   /** Events that cannot be read stand for an interface that a vendor has changed. */

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Rows of tasks with a resource profile.
+
+From pyspark 4.0 on, `mapInArrow` takes the profile. In pyspark 3.5 only RDDs take one, so the plan becomes an RDD, and
+the profile of an RDD holds for its whole stage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from farandole.runner.outcome import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, Row
+
+    Agent = Callable[[Iterable[Any]], Iterator[Any]]
+
+_IN_PLANS_SINCE: Final = 4
+
+
+def takes_profiles() -> bool:
+    """Whether the plans of this pyspark take a profile."""
+    import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
+
+    return int(pyspark.__version__.partition(".")[0]) >= _IN_PLANS_SINCE
+
+
+def mapped(tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any) -> DataFrame | Profiled:
+    """The rows that an agent makes in each task.
+
+    Args:
+        tasks: One row for each task.
+        agent: What each task runs.
+        profile: What each task needs; `None` is Spark's default.
+        **more: Other arguments of `mapInArrow`.
+    """
+    if profile is None:
+        return tasks.mapInArrow(agent, SCHEMA, **more)
+    if takes_profiles():
+        return tasks.mapInArrow(agent, SCHEMA, profile=profile, **more)
+    return Profiled.of(tasks.mapInArrow(agent, SCHEMA, **more), profile)
+
+
+class Profiled:
+    """Rows of a classic session of pyspark 3.5, made by tasks with a profile.
+
+    Args:
+        context: The `SparkContext`.
+        pickled: Pickled rows, as an RDD of the JVM.
+    """
+
+    def __init__(self, context: Any, pickled: Any) -> None:
+        self._context = context
+        self._pickled = pickled
+
+    @classmethod
+    def of(cls, frame: DataFrame, profile: ResourceProfile) -> Profiled:
+        """The rows of a frame.
+
+        Args:
+            frame: One stage without shuffles.
+            profile: What its tasks need.
+        """
+        context = frame.sparkSession.sparkContext
+        pickled: Any = frame._jdf.javaToPython()  # noqa: SLF001 - what `frame.rdd` is made of
+        _rdd(context, pickled).withResources(profile)  # changes the JVM's object
+        return cls(context, pickled)
+
+    def repartition(self, number: int) -> Profiled:
+        """As `DataFrame.repartition`.
+
+        Args:
+            number: Of partitions.
+        """
+        return Profiled(self._context, self._pickled.repartition(number))
+
+    def collect(self) -> list[Row]:
+        """As `DataFrame.collect`."""
+        return _rdd(self._context, self._pickled).collect()
+
+
+def _rdd(context: Any, pickled: Any) -> Any:
+    from pyspark import RDD  # noqa: PLC0415 - as above
+    from pyspark.serializers import BatchedSerializer, CPickleSerializer  # noqa: PLC0415 - as above
+
+    return RDD(pickled, context, BatchedSerializer(CPickleSerializer()))

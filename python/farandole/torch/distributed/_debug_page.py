@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The page "Farandole Ranks" of torch's debug server. It runs in the server's process, on the host of rank 0."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch.distributed.debug._frontend import DebugHandler, NavLink, Route, fetch_all, format_fetch_summary
+
+from farandole.torch.distributed.debug import ENDPOINT
+
+_TEMPLATE = """
+{% extends "base.html" %}
+{% block header %}<h1>{% block title %}Farandole Ranks{% endblock %}</h1>{% endblock %}
+{% block content %}
+  {% if summary %}<pre>{{ summary | e }}</pre>{% endif %}
+  <table>
+    <tr>{% for head in heads %}<th>{{ head | e }}</th>{% endfor %}</tr>
+    {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell | e }}</td>{% endfor %}</tr>{% endfor %}
+  </table>
+{% endblock %}
+"""
+_HEADS = ("rank", "host", "process", "GPU", "local rank", "world", "process sets", "operations under way")
+
+
+class RanksHandler(DebugHandler):
+    """The page, and its text for periodic dumps."""
+
+    def routes(self) -> list[Route]:
+        """The page's path."""
+        return [Route(f"/{ENDPOINT}", self._page)]
+
+    def nav_links(self) -> list[NavLink]:
+        """The link to the page."""
+        return [NavLink(f"/{ENDPOINT}", "Farandole Ranks")]
+
+    def templates(self) -> dict[str, str]:
+        """The page's template."""
+        return {"farandole.html": _TEMPLATE}
+
+    def dump(self) -> str | None:
+        """The answers of all ranks, one on each line."""
+        _, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
+        return "\n".join(answer.text for answer in answers)
+
+    def dump_filename(self) -> str:
+        """The beginning of the names of dumps."""
+        return ENDPOINT
+
+    def _page(self, request: Any) -> bytes:
+        addresses, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
+        rows = [_row(json.loads(answer.text)) for answer in answers if answer.status_code == 200]  # noqa: PLR2004
+        summary = format_fetch_summary(addresses, answers)
+        return request.frontend.render_template("farandole.html", heads=_HEADS, rows=rows, summary=summary)
+
+
+def _row(told: dict[str, Any]) -> list[str]:
+    sets = "; ".join(f"{number}: {ranks}" for number, ranks in told["process_sets"].items())
+    waits = "; ".join(f"{one['name']} for {one['seconds']:.1f} s" for one in told["under_way"])
+    gpu = "" if told["gpu"] is None else str(told["gpu"])
+    place = f"{told['rank']} of {told['size']}"
+    return [place, told["host"], str(told["pid"]), gpu, str(told["local_rank"]), str(told["world"]), sets, waits]

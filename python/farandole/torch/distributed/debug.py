@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Pages of `torch.distributed.debug` (torch 2.15) for the ranks of this job, with a page of their own.
+
+Torch's debug server shows stack traces, profiles and more of all ranks on one web page. It finds the ranks through a
+`TCPStore` at `MASTER_ADDR`, which jobs of Farandole do not have. `start_debug_server` here opens one for it, and adds
+the page "Farandole Ranks": host, process, GPU, world and process sets of each rank, and the operations of the backend
+`"farandole"` that it has started and that are not over.
+
+The server, the store and a port on each rank accept connections from any host, without a password. Torch says: only in
+trusted networks. It needs the packages `jinja2`, `tabulate`, and `aiohttp` or `requests`.
+
+Example:
+    import torch.distributed as dist
+    from farandole.torch.distributed import debug
+
+    dist.init_process_group("farandole")
+    debug.start_debug_server(port=25999)  # all ranks; the page is on the host of rank 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import types
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from farandole._native import engine
+from farandole.common import basics
+from farandole.numpy.plain import broadcast_plain
+from farandole.torch.distributed import _work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["start_debug_server", "stop_debug_server"]
+
+ENDPOINT: Final = "farandole"
+"""Name of the page, and of what each rank answers for it."""
+
+_DUMPS: Final = frozenset({"stacks", "fr_trace", "torchcomms_health_check", "c10d_health_check", ENDPOINT})
+_stores: list[Any] = []
+"""The store of the server that runs, on rank 0."""
+
+
+def start_debug_server(port: int = 25999, handlers: Sequence[Any] | None = None, **options: Any) -> None:
+    """Starts torch's debug server for the ranks of this world. All ranks call it.
+
+    Args:
+        port: Of the pages, on the host of rank 0.
+        handlers: Pages besides the one of Farandole; default: those of torch.
+        **options: Other arguments of `torch.distributed.debug.start_debug_server`, such as `dump_dir`.
+
+    Raises:
+        ImportError: This torch has no such server, or a package that it needs is missing.
+        AssertionError: The server runs.
+    """
+    pages = _pages(handlers)  # on all ranks, so that a missing package ends none of them in a wait for rank 0
+    from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`
+    from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
+
+    _register_handler(ENDPOINT, _answer)
+    _work.watch()
+    # A fork would hold this process's connections open when it is gone, and peers would not notice.
+    chosen = {"enabled_dumps": set(_DUMPS), "start_method": "spawn"} | options
+    with _store_for_torch(), _without_main():
+        torchs.start_debug_server(port, handlers=pages, **chosen)
+
+
+def stop_debug_server() -> None:
+    """Ends the server. All ranks call it, rank 0 last or after a barrier."""
+    from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
+
+    _work.watch(on=False)
+    if basics.rank() == 0:
+        torchs.stop_debug_server()
+    elif torchs._WORKER_SERVER is not None:  # noqa: SLF001 - torch's own function is for rank 0 alone
+        torchs._WORKER_SERVER.shutdown()  # noqa: SLF001
+        torchs._WORKER_SERVER = None  # noqa: SLF001
+    _stores.clear()
+
+
+def facts() -> dict[str, Any]:
+    """The facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
+    world = engine.world()
+    return {
+        "rank": world.rank,
+        "size": world.size,
+        "local_rank": world.local_rank,
+        "world": world.generation,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        "process_sets": {str(number): ranks for number, ranks in engine.process_sets().items()},
+        "under_way": _work.under_way(),
+    }
+
+
+def _answer(_: Any, response: Any) -> None:
+    """Answers a request of rank 0's server, on a thread of torch."""
+    try:
+        text, status = json.dumps(facts()), 200
+    except Exception as error:  # noqa: BLE001 - such as a session that is shut down; C++ calls this
+        text, status = json.dumps({"error": str(error)}), 500
+    response.set_content(text, "application/json")
+    response.set_status(status)
+
+
+def _pages(handlers: Sequence[Any] | None) -> list[Any]:
+    """The pages of the server, ours last.
+
+    Raises:
+        ImportError: As `start_debug_server`.
+    """
+    try:
+        from torch.distributed.debug._debug_handlers import default_handlers  # noqa: PLC0415 - since torch 2.15
+
+        from farandole.torch.distributed._debug_page import RanksHandler  # noqa: PLC0415 - as above
+    except ImportError as error:
+        name = error.name or ""
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch.distributed.debug needs torch 2.15 or newer") from error
+        raise ImportError(f"torch.distributed.debug needs the package {name!r}: pip install {name}") from error
+    return [*(default_handlers() if handlers is None else handlers), RanksHandler()]
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keeps a process that is spawned from running the script of this process once more."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _store_for_torch() -> Iterator[None]:
+    """Opens the store through which torch's server finds the ranks, and sets the variables that name it."""
+    place: tuple[str, int] | None = None
+    if basics.rank() == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        _stores.append(store)
+        place = os.environ.get("MASTER_ADDR") or socket.gethostname(), store.port
+    address, port = broadcast_plain(place, 0, "debug.store")
+    told = {
+        "MASTER_ADDR": str(address),
+        "MASTER_PORT": str(port),
+        "RANK": str(basics.rank()),
+        "WORLD_SIZE": str(basics.size()),
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
