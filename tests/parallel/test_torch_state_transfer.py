@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import farandole.torch as hvd
-from farandole.torch._state_transfer import Piece, Span, pieces_of
+from farandole.torch._comparison import digest
+from farandole.torch._state_transfer import Piece, Span, edges_of, pieces_of
 
 PIECE, LARGE = 256, 64
 """Bytes, instead of MiB: so small tensors are cut, too."""
@@ -41,11 +42,13 @@ def values(start):
     turned = (torch.arange(33.0) + start).reshape(3, 11).t()
     images = torch.full((2, 3, 4, 5), float(start)).to(memory_format=torch.channels_last)
     complex_ones = torch.full((40,), start + 1j).conj()
-    return [*made, turned, images, complex_ones]
+    column = (torch.arange(4.0) + start).reshape(1, 4)[:, 2]  # one element, contiguous in spite of its stride
+    return [*made, turned, images, complex_ones, column]
 
 
 def bits(tensors):
-    return [tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
+    dense = [tensor.resolve_conj().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    return [tensor.reshape(-1).view(torch.uint8).tolist() for tensor in dense]
 
 
 def everybody_in_every_role():
@@ -130,9 +133,10 @@ def memory_of_a_rank_that_has_nothing_to_do():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
     rank = hvd.rank()
-    tensors = [torch.full((MEBIBYTES << 20,), rank, dtype=torch.uint8)]
     if rank == 2:
-        tensors = Layout.of([torch.empty((MEBIBYTES << 20,), dtype=torch.uint8, device="meta")]).shadows()
+        tensors = Layout([((MEBIBYTES << 20,), torch.uint8)]).shadows()
+    else:
+        tensors = [torch.full((MEBIBYTES << 20,), rank, dtype=torch.uint8)]
     hvd.barrier()
     before = peak()
     move("memory", tensors, Roles([0], [1]))
@@ -143,6 +147,43 @@ def memory_of_a_rank_that_has_nothing_to_do():
 def test_a_rank_that_neither_sends_nor_takes_needs_no_memory(fresh_world):
     *_, idle = fresh_world(3).run(memory_of_a_rank_that_has_nothing_to_do)
     assert idle < MEBIBYTES / 4
+
+
+def test_parts_end_between_two_elements():
+    assert edges_of(72, 2) == [0, 32, 72]
+    assert edges_of(256, 3) == [0, 80, 160, 256]
+    assert edges_of(8, 3) == [0, 0, 0, 8]
+
+
+def test_equal_bytes_have_equal_digests_wherever_they_are(monkeypatch):
+    from farandole.torch import _comparison
+
+    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    for count in (0, 1, 3, 15, 16, 17, 33, 1000):
+        numbers = (torch.arange(count + 1) % 251).to(torch.uint8)
+        shifted = torch.cat([numbers[:1], numbers])[1:]
+        assert digest(numbers[:count]) == digest(shifted[:count])
+    turned = torch.arange(12.0).reshape(3, 4).t()
+    assert digest(turned) == digest(turned.contiguous())
+
+
+DIFFERENCES = {
+    "two elements exchanged": (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])),
+    "one up and one down": (torch.tensor([4, 4]), torch.tensor([5, 3])),
+    "two signs": (torch.tensor([1.0, 1.0]).double(), torch.tensor([-1.0, -1.0]).double()),
+    "four signs": (torch.ones(4).double(), -torch.ones(4).double()),
+    "the last byte": (torch.zeros(7, dtype=torch.uint8), torch.tensor([0] * 6 + [1], dtype=torch.uint8)),
+    "the sign of zero": (torch.zeros(1), -torch.zeros(1)),
+    "two chunks exchanged": (torch.arange(16), torch.cat([torch.arange(8, 16), torch.arange(8)])),
+}
+
+
+@pytest.mark.parametrize("one, other", DIFFERENCES.values(), ids=DIFFERENCES)  # noqa: PT006
+def test_different_bytes_have_different_digests(monkeypatch, one, other):
+    from farandole.torch import _comparison
+
+    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    assert digest(one) != digest(other)
 
 
 def model(dtype=torch.float32):
@@ -224,6 +265,107 @@ def test_only_ranks_whose_state_has_the_same_tensors_send_parts(trio):
     assert states == 0
 
 
+def senders_that_differ():
+    """What a new rank gets from two ranks that have not reduced one of two parameters, and which come in parts."""
+    from farandole.torch import _tolerant
+
+    small_pieces()
+    rank = hvd.rank()
+    parameters = [torch.nn.Parameter(torch.full((1000,), float(start))) for start in (7, rank)]
+    optimizer = OPTIMIZERS["SGD with momentum"](parameters)
+    tolerance = _tolerant.Tolerance(optimizer, False)
+    if rank < 2:
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
+    moved, move = {}, _tolerant.move
+
+    def watched(name, tensors, roles):
+        moved[name] = len(tensors), roles.senders
+        move(name, tensors, roles)
+
+    _tolerant.move = watched
+    try:
+        tolerance.enter()
+    finally:
+        _tolerant.move = move
+        usual_pieces()
+    state = [optimizer.state[parameter]["momentum_buffer"].unique().tolist() for parameter in parameters]
+    return [parameter.unique().tolist() for parameter in parameters], state, moved
+
+
+def test_tensors_that_differ_between_senders_come_from_one_of_them(trio):
+    first, second, new = trio.run(senders_that_differ)
+    assert new[:2] == first[:2]
+    assert new[:2] != second[:2]
+    assert [said[2] for said in (first, second, new)] == [
+        {"tolerant.state": (2, [0, 1]), "tolerant.other": (2, [0])},
+    ] * 3
+
+
+def a_sender_with_other_options():
+    from farandole.torch import _tolerant
+
+    rank = hvd.rank()
+    optimizer = OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))])
+    tolerance = _tolerant.Tolerance(optimizer, False)
+    if rank < 2:
+        optimizer.param_groups[0]["lr"] = 0.5 + rank
+        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
+    senders, move = [], _tolerant.move
+    _tolerant.move = lambda name, tensors, roles: senders.append(roles.senders) or move(name, tensors, roles)
+    try:
+        tolerance.enter()
+    finally:
+        _tolerant.move = move
+    return senders, optimizer.param_groups[0]["lr"]
+
+
+def test_a_rank_with_other_options_than_the_first_sender_sends_nothing(trio):
+    assert trio.run(a_sender_with_other_options) == [([[0], [0]], lr) for lr in (0.5, 1.5, 0.5)]
+
+
+class Counter:
+    """What a script shares."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def a_source_that_has_not_shared():
+    """Rank 0 gets a state from rank 2, and sends it to rank 1 before it shares its own object."""
+    from farandole.torch._tolerant import Tolerance
+
+    rank = hvd.rank()
+    counter = Counter(5 if rank == 2 else 0)
+
+    def tolerance_of_a_new_rank():
+        return Tolerance(OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))]), False)
+
+    tolerance = tolerance_of_a_new_rank()
+    if rank == 2:
+        tolerance.share({"counter": counter})
+        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
+    tolerance.enter()
+    if rank == 1:
+        tolerance = tolerance_of_a_new_rank()
+    tolerance.enter()
+    if rank != 2:
+        tolerance.share({"counter": counter})
+    return counter.count
+
+
+def test_a_source_sends_what_has_come_for_objects_that_it_has_not_shared(trio):
+    assert trio.run(a_source_that_has_not_shared) == [5, 5, 5]
+
+
 def another_model():
     from farandole.torch._tolerant import Tolerance
 
@@ -238,4 +380,55 @@ def another_model():
 def test_all_ranks_hear_that_one_has_another_model(trio):
     said = trio.run(another_model)
     assert said[0] == said[1] == said[2]
-    assert "those of rank 0 differ from those of ranks: 1" in said[0]
+    assert "those of rank 0 differ from those of ranks: 1. " in said[0]
+    assert "Rank 0 has parameter 0 of group 0 with shape (2, 3) and torch.float32, where" in said[0]
+    assert "rank 1 has parameter 0 of group 0 with shape (3, 3) and torch.float32" in said[0]
+
+
+def other_groups():
+    from farandole.torch._tolerant import Tolerance
+
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [one]} for one in weights] if hvd.rank() == 2 else weights
+    try:
+        Tolerance(torch.optim.SGD(groups, lr=0.1), False).enter()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_all_ranks_hear_that_one_has_other_groups(trio):
+    said = trio.run(other_groups)
+    assert said[0] == said[1] == said[2]
+    assert "Rank 0 has parameter 1 of group 0" in said[0]
+    assert "rank 2 has parameter 0 of group 1" in said[0]
+
+
+def another_model_and_a_rank_behind():
+    """With DDP: rank 1 lacks the results of the last reduction, and rank 2 is new and has another model."""
+    import torch.distributed as dist
+
+    import farandole.torch.distributed  # noqa: F401 - registers the backend
+    from farandole.torch.distributed._fault_tolerant import _GradientTolerance
+
+    rank = hvd.rank()
+    dist.init_process_group("farandole", init_method="farandole://")
+    try:
+        names = {"weight" if rank < 2 else "factor": torch.nn.Parameter(torch.ones(1000))}
+        tolerance = _GradientTolerance(OPTIMIZERS["SGD"](list(names.values())), False, list, names)
+        if rank < 2:
+            tolerance.steps, tolerance._is_whole, tolerance._is_new = 2 - rank, True, False
+            tolerance.results = {"weight": torch.ones(1000)}
+        tolerance.enter()
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return None
+
+
+def test_all_ranks_hear_of_another_model_before_results_are_sent(trio):
+    said = trio.run(another_model_and_a_rank_behind)
+    assert said[0] is not None
+    assert said[0] == said[1] == said[2]
+    assert "Rank 0 has weight with shape (1000,) and torch.float32, where rank 2 has factor" in said[0]

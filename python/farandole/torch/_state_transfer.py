@@ -7,7 +7,8 @@ ranks of the world take part, because a collective needs them all, but a rank th
 for the tensors. There are two ways:
 
 - Every sender sends a part of each piece to each taker, all at the same time, by `alltoall`. Nobody else receives
-  anything. The taker copies each piece into its place.
+  anything. The taker copies each piece into its place. The tensors must have the same bytes on all senders, as
+  `farandole.torch._comparison` finds out.
 - If there are more takers than senders, each byte would be sent too often. Then one sender broadcasts each piece. In a
   world of two, the sender does so, too, because a large tensor is then received in its place.
 """
@@ -16,14 +17,16 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from farandole.common import basics
 from farandole.torch._alltoall import alltoall_async
 from farandole.torch._broadcast import broadcast_async_
+from farandole.torch._comparison import bytes_of
 from farandole.torch._handles import synchronize
+from farandole.torch.functions import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +35,8 @@ _PIECE: Final = 16 << 20
 """Bytes of a piece at most. The memory for a piece is one that workers keep when they free it."""
 _LARGE: Final = 1 << 20
 """Bytes from which a tensor is not packed with others; not more than a piece has."""
+_EDGE: Final = 16
+"""A large tensor is cut at multiples of this many bytes, so between two elements."""
 _AHEAD: Final = 4
 """Pieces on their way at a time."""
 
@@ -106,6 +111,11 @@ def pieces_of(sizes: Sequence[int]) -> list[Piece]:
             packed.append(Span(index, 0, size))
             held += size
     return [*pieces, Piece(packed, is_packed=True)] if packed else pieces
+
+
+def edges_of(size: int, parts: int) -> list[int]:
+    """Where the parts of a piece begin, and where the last one ends."""
+    return [*(size * part // parts // _EDGE * _EDGE for part in range(parts)), size]
 
 
 def move(name: str, tensors: Sequence[torch.Tensor], roles: Roles) -> None:
@@ -184,7 +194,7 @@ class _Mover:
             nothing = self._window(piece.spans[0])[:0] if in_place else torch.empty(0, dtype=torch.uint8)
             return alltoall_async(nothing, splits, name)
         place = senders.index(self._rank)
-        start, end = (piece.size * edge // len(senders) for edge in (place, place + 1))
+        start, end = edges_of(piece.size, len(senders))[place : place + 2]
         for taker in takers:
             splits[taker] = end - start
         part = self._load(piece)[start:end]
@@ -224,4 +234,33 @@ class _Mover:
             if index not in self._dense:
                 self._dense[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             tensor = self._dense[index]
-        return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return bytes_of(tensor)
+
+
+def room(
+    options: list[Any], states: list[Any], param_groups: list[dict[str, Any]]
+) -> tuple[list[Any], list[Any], list[torch.Tensor], list[torch.Tensor]]:
+    """Makes memory for the tensors of an optimizer's described options and states.
+
+    Args:
+        options: Of each group.
+        states: Of each parameter.
+        param_groups: The groups of this rank's optimizer.
+
+    Returns:
+        Options and states with that memory, and the tensors of each, in their order.
+    """
+    kept: dict[int, torch.Tensor] = {}
+    sent: dict[int, torch.Tensor] = {}
+    firsts = [group["params"][0] if group["params"] else None for group in param_groups]
+    groups = [rebuilt(group, first, kept) for group, first in zip(options, firsts, strict=True)]
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
+    built = [
+        None if state is None else rebuilt(state, parameter, sent)
+        for state, parameter in zip(states, parameters, strict=True)
+    ]
+    return groups, built, _ordered(kept), _ordered(sent)
+
+
+def _ordered(slots: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    return [slots[index] for index in range(len(slots))]

@@ -34,10 +34,11 @@ from farandole.common.util import Max
 from farandole.torch._allgather import allgather
 from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
+from farandole.torch._comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._state_transfer import Layout, Roles, move
-from farandole.torch.functions import allgather_object, broadcast_value, described, rebuilt
+from farandole.torch._state_transfer import Layout, Roles, move, room
+from farandole.torch.functions import allgather_object, broadcast_value, described, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -366,7 +367,14 @@ class Tolerance:
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
         # When training begins, nobody has anything, and all take what rank 0 begins with.
-        return self._bring(told, most, [rank for steps, rank in whole if steps == most] or [0])
+        senders = [rank for steps, rank in whole if steps == most] or [0]
+        takers = [rank for rank in range(len(told)) if rank not in senders]
+        require_same_model(self._model(), senders[0], takers)
+        return self._bring(told, most, senders)
+
+    def _model(self) -> list[str]:
+        """What a taker must have as the senders do."""
+        return parameter_lines(self._optimizer.param_groups)
 
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
         """As `_catch_up`, when some rank is behind.
@@ -392,12 +400,13 @@ class Tolerance:
     def _transfer(self, roles: Roles) -> None:
         """Sends parameters, the optimizer's state and what is shared to the ranks that take.
 
-        Parameters and the state of the optimizer are equal on all senders, so each of them sends a part. All else comes
-        from the first sender. A rank that has trained before keeps its options: what its script does after a step, such
-        as a step of the schedule of learning rates, it does by itself.
+        Parameters and tensors of the state that are equal on all senders come from all of them, a part from each. All
+        else comes from the first sender. A sender whose state has other tensors or options than that one's sends
+        nothing. A rank that has trained before keeps its options: what its script does after a step, such as a step of
+        the schedule of learning rates, it does by itself.
 
         Raises:
-            ValueError: On all ranks, when a taker has other parameters or buffers than the first sender.
+            ValueError: On all ranks, when a taker has other buffers than the first sender.
         """
         if not roles.takers:
             return
@@ -411,40 +420,43 @@ class Tolerance:
         own = [Layout.of(tensors) for tensors in (parameters, others, sent, kept)]
         description = None
         if basics.rank() == source:
-            shared = {name: value.state_dict() for name, value in self._shared.items()}
+            # What has come for objects that this rank has not shared yet is sent on.
+            shared = {**self._received, **{name: value.state_dict() for name, value in self._shared.items()}}
             description = own, options, states, shared
+        content = 0 if takes else fingerprint(packed([options, states]))
         layouts, options, states, shared = broadcast_value(description, source, "tolerant.description")
-        senders = self._senders(roles, own, layouts)
+        roles = roles._replace(senders=self._senders(roles, own, layouts, content))
         if takes:
-            kept, sent = [], []
-            options, states = self._room(options, states, parameters, kept, sent)
-        equal, other = [*parameters, *sent], [*others, *kept]
+            options, states, kept, sent = room(options, states, self._optimizer.param_groups)
+        state, other = [*parameters, *sent], [*others, *kept]
         shadows = [Layout(layout).shadows() for layout in layouts]
-        if not takes and basics.rank() not in senders:
-            equal = shadows[0] + shadows[2]
+        if not takes and basics.rank() not in roles.senders:
+            state = shadows[0] + shadows[2]
         if not takes and basics.rank() != source:
             other = shadows[1] + shadows[3]
-        move("tolerant.state", equal, Roles(senders, roles.takers))
-        move("tolerant.other", other, Roles([source], roles.takers))
+        equal, different = equal_and_others("tolerant.digests", state, roles)
+        move("tolerant.state", equal, roles)
+        move("tolerant.other", [*different, *other], Roles([source], roles.takers))
         if takes:
             self._take(parameters, options, states, shared)
 
-    def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout]) -> list[int]:
-        """The senders whose parameters and states have the layout of the first one's.
+    def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int) -> list[int]:
+        """The senders whose parameters, states and options are described as those of the first one.
 
         Raises:
             ValueError: As `_transfer`.
         """
         model, rest, state, _ = (one == other for one, other in zip(own, layouts, strict=True))
         fits = model and (rest if basics.rank() in roles.takers else state)
-        everywhere = allgather(torch.tensor([fits], dtype=torch.uint8), name="tolerant.fits").tolist()
-        misfits = [rank for rank in roles.takers if not everywhere[rank]]
+        everywhere = allgather(torch.tensor([[fits, content]], dtype=torch.int64), name="tolerant.fits").tolist()
+        misfits = [rank for rank in roles.takers if not everywhere[rank][0]]
         if misfits:
             raise FarandoleUsageError(
-                f"parameters and buffers must have the same shapes and data types on all ranks; those of rank "
+                f"buffers must have the same shapes and data types on all ranks; those of rank "
                 f"{roles.senders[0]} differ from those of ranks: {', '.join(map(str, misfits))}"
             )
-        return [rank for rank in roles.senders if everywhere[rank]]
+        first = everywhere[roles.senders[0]]
+        return [rank for rank in roles.senders if everywhere[rank] == first]
 
     def _take(self, parameters: list[torch.Tensor], options: list[Any], states: list[Any], shared: Any) -> None:
         """Makes the state that has come the optimizer's."""
@@ -458,27 +470,6 @@ class Tolerance:
             self._received = dict(shared)
             self.share({name: value for name, value in self._shared.items() if name in shared})
 
-    def _room(
-        self,
-        options: list[Any],
-        states: list[Any],
-        parameters: list[torch.Tensor],
-        kept: list[torch.Tensor],
-        sent: list[torch.Tensor],
-    ) -> tuple[list[Any], list[Any]]:
-        """Described options and states with memory for their tensors, which go to `kept` and `sent`, in their order."""
-        slots: dict[int, torch.Tensor] = {}
-        firsts = [group["params"][0] if group["params"] else None for group in self._optimizer.param_groups]
-        groups = [rebuilt(group, first, slots) for group, first in zip(options, firsts, strict=True)]
-        kept.extend(slots[index] for index in range(len(slots)))
-        slots = {}
-        built = [
-            None if state is None else rebuilt(state, parameter, slots)
-            for state, parameter in zip(states, parameters, strict=True)
-        ]
-        sent.extend(slots[index] for index in range(len(slots)))
-        return groups, built
-
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: group[key] for key in sorted(group, key=str) if key != "params"}

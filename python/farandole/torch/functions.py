@@ -142,16 +142,24 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
         root_rank: The rank that sends.
         name: Names the operation across ranks.
     """
-    told = None
-    if basics.rank() == root_rank:
-        try:
-            told = plain.pack(value, _plain_form)
-        except TypeError:
-            told = pickling.dumps(value), "pickled"
+    told = _packed(value) if basics.rank() == root_rank else None
     told = plain.broadcast_plain(told, root_rank, name)
     if basics.rank() == root_rank:
         return value
     return plain.unpack(told, _from_plain_form) if isinstance(told, bytes) else cloudpickle.loads(told[0])
+
+
+def _packed(value: Any) -> bytes | tuple[bytes, str]:
+    try:
+        return plain.pack(value, _plain_form)
+    except TypeError:
+        return pickling.dumps(value), "pickled"
+
+
+def packed(value: Any) -> bytes:
+    """The bytes that `broadcast_value` sends for a value. If they have to be pickled, equal values may differ."""
+    told = _packed(value)
+    return told if isinstance(told, bytes) else told[0]
 
 
 def _plain_form(value: Any) -> Any:

@@ -42,6 +42,7 @@ from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.notices import heed, is_elastic
 from farandole.common.util import Average
+from farandole.torch._comparison import described_line, equal_and_others
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, table, usable
 from farandole.torch._reduce import Reduction
@@ -198,6 +199,9 @@ class _GradientTolerance(Tolerance):
             dist.init_process_group("farandole", init_method="farandole://", timeout=self._timeout)
             self._generation = generation
 
+    def _model(self) -> list[str]:
+        return [*(described_line(name, each) for name, each in self._parameters.items()), *super()._model()]
+
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
         if any(is_whole and steps < most for steps, is_whole, _ in told):
             self._deliver(Roles(senders, [rank for rank in range(len(told)) if rank not in senders]))
@@ -217,7 +221,10 @@ class _GradientTolerance(Tolerance):
                 name: torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
                 for name, parameter in self._parameters.items()
             }
-        move("tolerant.result", [results[name] for name in self._parameters], roles)
+        tensors = [results[name] for name in self._parameters]
+        equal, different = equal_and_others("tolerant.digests", tensors, roles)
+        move("tolerant.result", equal, roles)
+        move("tolerant.result.first", different, Roles(roles.senders[:1], roles.takers))
         if takes:
             self.results = results
 

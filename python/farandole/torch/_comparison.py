@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Compares what ranks have, before some of them send it to others.
+
+Tensors that should be equal on all senders may differ: parameters that are not reduced, noise of each rank, or errors
+of rounding. A taker that got a part from each sender would then have a mixture. So the senders compare digests first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from itertools import compress, zip_longest
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from farandole.common import basics
+from farandole.common.exceptions import FarandoleUsageError
+from farandole.common.util import Max
+from farandole.torch._allgather import allgather
+from farandole.torch._allreduce import allreduce_async_
+from farandole.torch._handles import synchronize
+from farandole.torch.functions import allgather_object
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.torch._state_transfer import Roles
+
+_WORD: Final = 4
+"""Bytes of a word. A weighted sum of longer words would lose their first bits."""
+_WORDS: Final = 1 << 18
+"""Words that are summed up at a time; more than two, because a sum has two words."""
+_LOWEST: Final = torch.iinfo(torch.int64).min
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: where they are, or a copy if the tensor is not contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # one element counts as contiguous with every stride, but has no other view
+    return flat.view(torch.uint8)
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number for the bytes of a tensor, on its device: a sum of its words, each times a weight of its place."""
+    sums = [_weighted(part) for part in bytes_of(tensor).split(_WORD * _WORDS)]
+    return sums[0] if len(sums) == 1 else digest(torch.stack(sums))
+
+
+def _weighted(part: torch.Tensor) -> torch.Tensor:
+    if part.numel() % _WORD:
+        part = torch.nn.functional.pad(part, (0, -part.numel() % _WORD))
+    if part.storage_offset() % _WORD or part.data_ptr() % _WORD:
+        part = part.clone()
+    return (part.view(torch.int32) * _weights(_WORDS, part.device)[: part.numel() // _WORD]).sum()
+
+
+@cache
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers that look random, the same on all ranks."""
+    mixed = torch.arange(1, count + 1) * (0x9E3779B97F4A7C15 - (1 << 64))
+    mixed = (mixed ^ (mixed >> 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    return ((mixed ^ (mixed >> 27)) | 1).to(device)
+
+
+def equal_and_others(
+    name: str, tensors: Sequence[torch.Tensor], roles: Roles
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Divides tensors into those that have the same bytes on all senders, and others; in the same way on all ranks.
+
+    If one sender sends everything anyway, nothing is compared.
+
+    Args:
+        name: Names the operation across ranks.
+        tensors: On senders, what they have; on other ranks only the number of tensors counts.
+        roles: The ranks that send and those that take.
+
+    Raises:
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    if not tensors or not roles.has_parts or len(roles.senders) == 1:
+        return list(tensors), []
+    told = torch.full((2, len(tensors)), _LOWEST, dtype=torch.int64)
+    if basics.rank() in roles.senders:
+        with torch.no_grad():
+            told[0] = torch.stack([digest(tensor).cpu() for tensor in tensors])
+        told[1] = ~told[0]  # the maximum of these is the complement of the minimum
+    synchronize(allreduce_async_(told, op=Max, name=name))
+    are_equal = told[0] == ~told[1]
+    return list(compress(tensors, are_equal)), list(compress(tensors, ~are_equal))
+
+
+def fingerprint(data: bytes) -> int:
+    """A number of 64 bits for these bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def parameter_lines(param_groups: Sequence[dict[str, list[torch.Tensor]]]) -> list[str]:
+    """Describes the parameters of an optimizer for `require_same_model`."""
+    return [
+        described_line(f"parameter {index} of group {number}", parameter)
+        for number, group in enumerate(param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+
+
+def described_line(name: str, tensor: torch.Tensor) -> str:
+    """Describes one tensor for `require_same_model`."""
+    return f"{name} with shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def require_same_model(lines: Sequence[str], source: int, takers: Sequence[int]) -> None:
+    """Compares the models of all ranks, before the first transfer.
+
+    Args:
+        lines: What this rank has, in the order of the transfer.
+        source: The rank that the others are compared with.
+        takers: The ranks that must have the same as that one.
+
+    Raises:
+        ValueError: On all ranks, if one of the takers has another model.
+        FarandoleInternalError: When a peer failed or the session was shut down.
+    """
+    own = torch.tensor([fingerprint("\n".join(lines).encode())], dtype=torch.int64)
+    everywhere = allgather(own, name="tolerant.model").tolist()
+    misfits = [rank for rank in takers if everywhere[rank] != everywhere[source]]
+    if not misfits:
+        return
+    of_all = allgather_object(list(lines), name="tolerant.models")
+    first = misfits[0]
+    pairs = zip_longest(of_all[source], of_all[first], fillvalue="no other parameter")
+    expected, found = next(pair for pair in pairs if pair[0] != pair[1])
+    raise FarandoleUsageError(
+        "parameters must have the same names, shapes, data types and groups on all ranks; those of rank "
+        f"{source} differ from those of ranks: {', '.join(map(str, misfits))}. Rank {source} has {expected}, where "
+        f"rank {first} has {found}"
+    )
