@@ -189,13 +189,14 @@ def cut_for_long(job: Job) -> str:
 def part(job: Job) -> str:
     """The network falls into two halves that both live. The half without the launcher is given up."""
     hosts = others(job, 2)
+    reachable(job, hosts[0])
     for host in hosts:
         host.part()
     try:
         unreachable(job, hosts[0])
         if len(hosts) == 2:
             until(
-                lambda: pings(hosts[0], hosts[1]),
+                lambda: reaches(hosts[0], hosts[1]),
                 f"{hosts[0].name} to reach {hosts[1].name}, which is in its half",
                 10.0,
             )
@@ -209,6 +210,7 @@ def part(job: Job) -> str:
 def cut(job: Job, seconds: float, count: int) -> str:
     """Cuts hosts off, some time, and lets them back."""
     hosts = others(job, count)
+    reachable(job, hosts[0])
     for host in hosts:
         host.cut()
     try:
@@ -233,14 +235,19 @@ def others(job: Job, count: int) -> list[Host]:
     return job.chance.sample(found, min(count, len(found)))
 
 
+def reachable(job: Job, host: Host) -> None:
+    """Proves that the launcher reaches a host, before its network is changed."""
+    until(lambda: reaches(job.bed["head"], host), f"the launcher's host to reach {host.name}", 10.0)
+
+
 def unreachable(job: Job, host: Host) -> None:
     """Proves that the launcher does not reach a host."""
-    assert not pings(job.bed["head"], host), f"{host.name} still answers"
+    assert not reaches(job.bed["head"], host), f"{host.name} still answers"
 
 
-def pings(host: Host, other: Host) -> bool:
-    """Whether a packet of a host is answered by another one within a second."""
-    return host.run("ping", "-c", "1", "-W", "1", other.address).returncode == 0
+def reaches(host: Host, other: Host) -> bool:
+    """Whether the sshd of another host accepts a connection of a host within a second."""
+    return host.run("timeout", "1", "bash", "-c", f"</dev/tcp/{other.address}/{other.port}").returncode == 0
 
 
 def slow(job: Job) -> str:
