@@ -67,7 +67,8 @@ class Profiled:
             profile: What its tasks need.
         """
         context = frame.sparkSession.sparkContext
-        pickled: Any = frame._jdf.javaToPython()  # noqa: SLF001 - what `frame.rdd` is made of
+        classic: Any = frame
+        pickled = classic._jdf.javaToPython()  # noqa: SLF001 - what `frame.rdd` is made of
         _rdd(context, pickled).withResources(profile)  # changes the JVM's object
         return cls(context, pickled)
 

@@ -146,7 +146,8 @@ def _store_for_torch() -> Iterator[None]:
     """Opens the store through which torch's server finds the ranks, and sets the variables that name it."""
     place: tuple[str, int] | None = None
     if basics.rank() == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        torch_distributed: Any = dist  # its own type hints do not export TCPStore
+        store = torch_distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         _stores.append(store)
         place = os.environ.get("MASTER_ADDR") or socket.gethostname(), store.port
     address, port = broadcast_plain(place, 0, "debug.store")
