@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from farandole._native import engine
 from farandole.common import basics
+from farandole.common.util import env
 from farandole.numpy.plain import broadcast_plain
 from farandole.torch.distributed import _work
 
@@ -157,13 +158,5 @@ def _store_for_torch() -> Iterator[None]:
         "RANK": str(basics.rank()),
         "WORLD_SIZE": str(basics.size()),
     }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
+    with env(**told):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
