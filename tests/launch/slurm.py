@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A real Slurm on this host, in a folder of its own: munged, slurmctld and a slurmd for each node, on ports of its own."""
+"""A real Slurm on this host, in a folder of its own: munged, slurmctld, and a slurmd for each node, on free ports."""
 
 from __future__ import annotations
 

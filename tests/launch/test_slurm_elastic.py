@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Signals of a real Slurm to an elastic job: on the batch script's node the launcher starts workers, on another `srun`."""
+"""Signals of a real Slurm to an elastic job: on the node of the script the launcher starts workers, elsewhere `srun`."""
 
 from __future__ import annotations
 
