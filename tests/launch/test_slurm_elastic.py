@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Signals of a real Slurm to an elastic job: on the node of the script the launcher starts workers, elsewhere `srun`."""
+"""Signals of a real Slurm to an elastic job: on the node of the script the launcher starts workers, `srun` elsewhere"""
 
 from __future__ import annotations
 
