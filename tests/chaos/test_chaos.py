@@ -90,7 +90,7 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
         step, size = job.steps()
         events.append(
             {"fault": fault.__name__, "what": what, "took": happened - at, "recovered": recovered, "step": step}
-            | {"size": size}
+            | {"size": size, "open_files": job.descriptors()}
         )
     job.listed = dict.fromkeys(NAMES, SLOTS)
     job.list()
@@ -101,7 +101,7 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
         lambda: f"at most {open_files} open files of a worker, there are {job.descriptors()}",
     )
     found = finish(job)
-    report(events, job)
+    report(events, job, open_files)
     assert len(events) >= demanded(), f"only {len(events)} faults: {events}"
     if SECONDS >= WHOLE:
         assert {event["fault"] for event in events} == {fault.__name__ for fault in FAULTS}
@@ -125,9 +125,10 @@ def check(found: list[dict[str, Any]], job: Job) -> None:
     assert np.abs(np.array(first["weights"]) - optimum).max() < 0.05
 
 
-def report(events: list[dict[str, Any]], job: Job) -> None:
+def report(events: list[dict[str, Any]], job: Job, open_files: int) -> None:
     """Writes down what happened."""
     target = os.environ.get("FARANDOLE_CHAOS_REPORT")
     if target:
         worlds = sum(one.said.count("farandole: world ") for one in job.launches)
-        Path(target).write_text(json.dumps({"seed": SEED, "worlds": worlds, "events": events}, indent=1) + "\n")
+        told = {"seed": SEED, "worlds": worlds, "open_files": open_files, "events": events}
+        Path(target).write_text(json.dumps(told, indent=1) + "\n")
