@@ -47,10 +47,10 @@ test-ray: bytecode
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
 # Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
-# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host.
+# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host, elastic ones too.
 test-launch: bytecode packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
-	$(BIN)/python -m pytest tests/launcher tests/parallel -m slow --reruns 1 --durations=10
+	$(BIN)/python -m pytest tests/launcher tests/parallel tests/elastic -m slow --reruns 1 --durations=10
 
 # An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
 # the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
@@ -149,7 +149,6 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
-	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in containers of one machine.

@@ -45,6 +45,8 @@ TOOLS = {
     "sshd": "openssh-server",
 }
 """Programs, and the Debian packages that have them."""
+LISTENS = "0A"
+"""The kernel's number for the state of a socket that listens."""
 SEARCH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
 # A child that nobody waits for must not stay in the list of processes: the first process ignores that its children end.
@@ -410,13 +412,19 @@ class Host:
 
     def listening(self) -> list[tuple[str, int]]:
         """Addresses and ports where somebody listens for TCP connections on this host."""
+        return [local for local, _, state, _ in self._tcp() if state == LISTENS]
+
+    def connections(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        """Both ends of the TCP connections that a process of this host has; those that the kernel winds up are not."""
+        return [(local, remote) for local, remote, state, inode in self._tcp() if state != LISTENS and inode]
+
+    def _tcp(self) -> list[tuple[tuple[str, int], tuple[str, int], str, int]]:
+        """Its TCP sockets: both ends, the state and the inode, which is 0 if no process has the socket."""
         found = []
         for family in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.hold.pid}/net/{family}").read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == "0A":
-                    address, port = local.split(":")
-                    found.append((readable(address), int(port, 16)))
+                _, local, remote, state, *rest = line.split()
+                found.append((end_of(local), end_of(remote), state, int(rest[5])))
         return found
 
     @property
@@ -447,6 +455,12 @@ class Host:
         self.hold.end()
         if self.sshd is not None:
             self.sshd.wait(LIMIT)
+
+
+def end_of(words: str) -> tuple[str, int]:
+    """Address and port of an end of a socket, as the kernel lists it."""
+    address, port = words.split(":")
+    return readable(address), int(port, 16)
 
 
 def readable(address: str) -> str:

@@ -56,6 +56,20 @@ def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
     os.kill(sleep.pid, signal.SIGKILL)
 
 
+def test_connections_of_a_hosts_processes_are_listed_as_long_as_they_have_them(hosts):
+    bed = hosts("h1", "h2")
+    bed["head"].start("ssh", "h1", "exec sleep 1000")
+    until(lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()), "sleep to run")
+    ((near, far),) = bed["head"].connections()
+    assert far == (bed["h1"].address, 22)
+    assert bed["h1"].connections() == [(far, near)]
+    assert bed["h2"].connections() == []
+    for process in bed.processes():
+        os.kill(process.pid, signal.SIGKILL)
+    bed.until_quiet()
+    assert [bed[name].connections() for name in ("head", "h1")] == [[], []]
+
+
 def test_a_cut_host_is_silent_until_it_is_restored_and_others_go_on(hosts):
     bed = hosts("h1", "h2")
     assert connects(bed, "h1")

@@ -30,7 +30,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/spark/test_pages.py": {1, 2},
         "tests/notebooks/test_notebooks.py": {3},
     },
-    ("docs/user-guide/elastic.md", "python"): {"tests/launcher/test_elastic_page.py": {0, 1, 2, 3, 4}},
+    ("docs/user-guide/elastic.md", "python"): {"tests/launcher/test_elastic_page.py": {0, 1, 2, 3, 4, 5}},
     ("docs/user-guide/elastic.md", "sh"): {"tests/launcher/test_elastic_page.py": {0}},
     ("docs/user-guide/exporting.md", "python"): {"tests/single/test_exporting_page.py": {0, 1, 2}},
     ("docs/user-guide/jax.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},

@@ -20,7 +20,7 @@ _LEAVES_WITHIN = 2.0
 """Seconds that telling the registrar of a leave may take."""
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name))
-"""The notices: SIGTERM of clouds, Slurm's `--signal` and Kubernetes; SIGPWR of a power supply that fails."""
+"""The notices: SIGTERM of a batch system, a hook or a person; SIGPWR of a power supply that fails."""
 
 
 def is_elastic() -> bool:
