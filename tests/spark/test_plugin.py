@@ -199,7 +199,7 @@ spark.stop()
 
 
 @pytest.mark.slow
-def test_executors_have_links_to_their_logs_also_in_the_history_server(tmp_path):
+def test_executors_have_their_hosts_and_links_to_their_logs_also_in_the_history_server(tmp_path):
     body = """
 spark = plugged("local-cluster[2,1,1024]")
 farandole.spark.run(train, args=(1,), num_proc=2)
@@ -207,15 +207,22 @@ found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] 
 logs = {key: body for run, key, body in found if key.startswith("logs/")}
 (ranks,) = [body["ranks"] for run, key, body in found if key == "ranks"]
 shown = [urllib.request.urlopen(logs["logs/" + one["executor"]]["stderr"]).read().decode() for one in ranks]
-print(json.dumps([logs, [one["executor"] for one in ranks], ["CoarseGrainedExecutorBackend" in one for one in shown]]))
+hosts = {key: body for run, key, body in found if key.startswith("host/")}
+told = [logs, hosts, [one["executor"] for one in ranks], ["CoarseGrainedExecutorBackend" in one for one in shown]]
+print(json.dumps(told))
 spark.stop()
 """
-    logs, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    logs, hosts, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
     assert sorted(executors) == ["0", "1"]
     assert shown == [True, True], "each link opens the log of that executor"
+    for executor in executors:
+        host = hosts[f"host/{executor}"]
+        assert int(host["memory"].removesuffix(" kB")) > 0
+        assert int(host["processors"]) > 0
+        assert int(host["pid"]) > 0
     with history_server(tmp_path) as server:
-        past = {key: row for _, key, row in rows(application(server)) if key.startswith("logs/")}
-    assert past == logs
+        past = {key: row for _, key, row in rows(application(server)) if key.startswith(("logs/", "host/"))}
+    assert past == logs | hosts
 
 
 @pytest.mark.slow
@@ -416,6 +423,7 @@ def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloadin
         for table, executors in (("#ranks", 2), ("#executors", 2)):
             logs = page.locator(f"{table} td:nth-child({6 if table == '#ranks' else 7}) a")
             assert logs.all_inner_texts() == ["stderr", "stdout"] * executors
+        assert all("GiB" in cell for cell in page.locator("#executors td:nth-child(4)").all_inner_texts())
         expect(page.locator("#facts a").first).to_have_attribute("href", re.compile("stages/stage/"))
         assert page.evaluate("window.same"), "the page was not loaded again"
         page.locator("#ranks td:nth-child(6) a").first.click()
