@@ -35,9 +35,9 @@ from farandole.ui import Viewer  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
-WIDTH = 1180
+WIDTH = 1280
 EPOCHS = 14
 CELL = """
 import pandas as pd, torch
@@ -121,7 +121,7 @@ def pictures_of_the_tab(browser: Browser, spark: str) -> None:
     page = opened(browser)
     page.goto(f"{spark}/training/")
     page.wait_for_selector("#facts .ended")
-    page.wait_for_selector("#executors tr:nth-child(3)")
+    page.wait_for_selector("#executors tr:nth-child(3) td:has-text('GiB')")
     page.screenshot(path=DOCS / "spark/images/training-tab.png", full_page=True)
 
 
@@ -139,8 +139,15 @@ def pictures_of_the_viewer(browser: Browser, store: str) -> None:
             page.wait_for_selector("body[data-ready]")
             page.wait_for_selector(shown)
             page.wait_for_timeout(500)  # the charts are drawn in the next frames
-            page.screenshot(path=images / f"{name}.png", full_page=name != "runs-list")
+            last = page.locator("[data-section=Timeline]")  # what follows are long lists of names and values
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": bottom(last)} if last.count() else None
+            page.screenshot(path=images / f"{name}.png", full_page=name != "runs-list", clip=clip)
             page.close()
+
+
+def bottom(part: Locator) -> float:
+    """The lower edge of a part of a page, in pixels from the top of the page."""
+    return part.evaluate("(one) => one.getBoundingClientRect().bottom + scrollY + 16")
 
 
 def picture_of_a_notebook(browser: Browser, folder: Path) -> None:
@@ -161,7 +168,8 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "digits"
     folder.mkdir()  # its name is in the pictures
     store = str(folder / "store")
-    os.environ.update(SPARK_HOME=str(home(folder)), PYSPARK_PYTHON=sys.executable, LOGNAME="ada", TZ="UTC")
+    os.environ.update(SPARK_HOME=str(home(folder)), PYSPARK_PYTHON=sys.executable, SPARK_LOCAL_IP="127.0.0.1")
+    os.environ.update(LOGNAME="ada", TZ="UTC")
     try:
         fits_of_this_host(store)
         with fit_on_spark(store) as spark, sync_playwright() as playwright:
