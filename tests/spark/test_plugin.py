@@ -128,9 +128,7 @@ def application(base: str) -> str:
 
 def test_a_run_is_in_the_live_tab_in_the_metrics_and_in_the_history_server(tmp_path):
     body = f"""
-servlet = "org.apache.spark.metrics.sink.PrometheusServlet"
-prometheus = {{"class": servlet, "path": "/metrics/prometheus"}}
-spark = plugged(**{{"metrics_conf_*_sink_prometheusServlet_" + name: value for name, value in prometheus.items()}})
+spark = plugged()
 assert not [row for row in rows(spark) if row[0]], rows(spark)
 train.__qualname__ = {HOSTILE!r}
 pids = farandole.spark.run(train, args=(3,), num_proc=2, timeline="trace.json")
@@ -147,13 +145,12 @@ print(json.dumps([
     urllib.request.urlopen(ui(spark) + "/jobs/").read().decode(),
     urllib.request.urlopen(ui(spark) + "/training/rows").read().decode(),
     json.loads(urllib.request.urlopen(ui(spark) + "/metrics/json/").read())["gauges"],
-    urllib.request.urlopen(ui(spark) + "/metrics/prometheus/").read().decode(),
     [answer(ui(spark) + "/training/timeline?run=" + run) for run in (timed(found), "of-nobody", "../trace.json")],
 ]))
 spark.stop()
 """
     told = drive(BEGIN + TRAIN + body, tmp_path, 120).stdout.splitlines()[-1]
-    pids, live, page, headers, jobs, raw, gauges, prometheus, timelines = json.loads(told)
+    pids, live, page, headers, jobs, raw, gauges, timelines = json.loads(told)
     assert 'href="/training/"' in re.sub(r"http://[^/\"]*", "", jobs), "no tab in Spark's own pages"
     assert "script-src 'self'" in headers["Content-Security-Policy"]
     assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -182,10 +179,6 @@ spark.stop()
     numbers = {name.rpartition(".")[2]: one["value"] for name, one in gauges.items() if CLASS in name}
     wanted = {"rowsPerSecond": 1000.0, "stepSeconds": 0.25, "waitSeconds": 0.1, "reduceSeconds": 0.05, "restarts": 0.0}
     assert numbers == wanted
-    for name, value in wanted.items():
-        assert re.search(rf"^metrics_\w+_FarandolePlugin_{name}_Value(\{{.*\}})? {value}$", prometheus, re.MULTILINE), (
-            name
-        )
 
     with history_server(tmp_path) as server:
         base = application(server)
