@@ -23,6 +23,7 @@ from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Agents, conduct, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
+from farandole.runner.show import training
 from farandole.runner.streams import Streams
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class RayBackend(Backend):
         packed = payload(fn, args, kwargs)
         output = self._streams.output(size)
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
-        changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
+        under_way = training.current()
+        changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
+        changes |= under_way.variables() | timelines.variables()
         ray = needed()
         self.check()
         if not ray.is_initialized():
@@ -150,12 +153,12 @@ class RayBackend(Backend):
                 registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
                 work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth, elastic=True)
                 crew = RayCrew(registrar, work, most, needs, output)
-                return conduct_elastic(registrar, crew, output, on_progress, Drains(), ends_on_error=True)
+                return conduct_elastic(registrar, crew, output, on_progress, Drains(), under_way, ends_on_error=True)
         with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
             agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
-            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
+            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start", under_way)
         return outcome.results(endings, size)
 
     def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:

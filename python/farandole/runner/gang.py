@@ -339,7 +339,7 @@ class _Gang(Hearing):
             rank=event.rank,
             exit_code=event.exit_code,
             signal_name=signal_name(event.signal) if event.signal is not None else None,
-            stderr_tail="\n".join(self.seen.tails.get(task, [])),
+            stderr_tail="\n".join(self.seen.tails.get(task, [])) or event.stderr_tail or "",
             result=self.seen.results.get(task),
         )
 
@@ -392,6 +392,7 @@ class _Gang(Hearing):
         if event.task is not None:
             self.seen.ended[event.task] = event
             self.watcher.left(event.task, how_ended(event))
+        self.last_words(event)
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
+STAYS = "(farandole: the lines of this rank are in the log of its task)"
+LAST = "(farandole: the last lines of stderr follow)"
 
 
 class Hearing(ABC):
@@ -71,6 +73,18 @@ class Hearing(ABC):
         self.output.line(event.rank, event.stream, event.text or "")
         if event.rank is not None:
             self.watcher.line(event.rank, event.stream or "stderr", event.text or "")
+
+    def last_words(self, event: Event) -> None:
+        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its task.
+
+        Args:
+            event: Of the worker's exit.
+        """
+        if self.output.streaming or event.rank is None:
+            return
+        self.watcher.line(event.rank, "stdout", STAYS)
+        for line in (STAYS, LAST, *(event.stderr_tail or "").splitlines()):
+            self.watcher.line(event.rank, "stderr", line)
 
 
 def how_ended(event: Event) -> str:

@@ -103,7 +103,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             the run of `ui`.
         ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
             a store, or its path or URL, keeps it there. Shows ranks, their load, events and what
-            `farandole.spark.task.report` says. What ranks print stays where it is without `ui`.
+            `farandole.spark.task.report` says. Of what ranks print, a local store gets all lines that go to `stdout`
+            and `stderr` of this call; without these, the last lines of stderr of each rank.
 
     Returns:
         The results by rank.
@@ -115,7 +116,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active()):
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active(), writes_output=True):
         return run_with(
             fn,
             args,
@@ -204,7 +205,8 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     """
     if nics:
         warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", Shim.active()):
+    shim = Shim.active()
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", shim, writes_output=True):
         return run_elastic_with(
             fn,
             args,

@@ -198,6 +198,7 @@ class _Job(Hearing):
                 if event.task is not None:
                     self.exits[event.task] = event
                     self.watcher.left(event.task, how_ended(event))
+                self.last_words(event)
             case "result":
                 self.results[event.task or 0] = event.data or b""
             case "lost" | "dismissed":

@@ -116,7 +116,7 @@ class Journal(Told):
         self._changed.set()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """As `Told.line`: writes it into the run's directory. What a restarted job prints follows."""
+        """As `Told.line`: writes it into the run's directory. A restarted job appends its lines."""
         if self._output is None:
             return
         try:

@@ -63,6 +63,8 @@ def watched(
     size: int | None,
     what: str = "run",
     shim: Told | None = None,
+    *,
+    writes_output: bool = False,
 ) -> Iterator[str | None]:
     """Opens the run viewer, and writes what it shows of the job that runs inside.
 
@@ -74,6 +76,7 @@ def watched(
         size: Number of processes; `None` until the ranks have places.
         what: The function that runs it.
         shim: The Spark plugin, which is told of it, too.
+        writes_output: Whether the lines of ranks that reach the driver are written here; otherwise the caller does it.
 
     Yields:
         The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
@@ -90,10 +93,11 @@ def watched(
     announce(show(store, run=run), "the run is at")
     remote = store.to_remote(run)
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
-    journal = _Journal(remote, {} if size is None else {"size": size})
+    folder = None if local is None else Path(local) / OUTPUT
+    journal = _Journal(remote, {} if size is None else {"size": size}, output=folder if writes_output else None)
     try:
         with telling(shim, run, what, {}, journal):
-            yield None if local is None else str(Path(local) / OUTPUT)
+            yield None if folder is None else str(folder)
     finally:
         try:
             with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
