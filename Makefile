@@ -173,7 +173,7 @@ trust-soaks:
 trust-rest:
 	$(BIN)/python -m pytest tests/trust $(addprefix --ignore=,$(SOAKS)) tests/faults/test_strangers.py \
 	tests/single/test_poisoned_files.py tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py \
-	tests/launch/test_spark_hosts.py \
+	tests/spark/test_stored_commits.py tests/launch/test_spark_hosts.py tests/launch/test_forwarding.py \
 	--reruns 1 --durations=15
 
 # Files for Vale: pages, and the comments and docstrings of the sources.

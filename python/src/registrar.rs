@@ -201,6 +201,10 @@ impl PyRegistrar {
         py.detach(|| self.inner.dismiss(TaskId(task), reason)).map_err(|failure| error(&failure))
     }
 
+    fn publish(&self, py: Python<'_>, key: &str, value: &[u8]) -> PyResult<()> {
+        py.detach(|| self.inner.publish(key, value)).map_err(|failure| error(&failure))
+    }
+
     #[getter]
     fn ticket(&self) -> String {
         self.inner.ticket().encode()

@@ -77,10 +77,10 @@ impl Store {
         py.detach(|| self.0.create(path, data)).map_err(refuse)
     }
 
-    #[pyo3(signature = (lasts = None))]
-    fn take(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
+    #[pyo3(signature = (lasts = None, job = None))]
+    fn take(&self, py: Python<'_>, lasts: Option<f64>, job: Option<&str>) -> PyResult<Option<String>> {
         let lasts = lasts.map(duration).transpose()?;
-        py.detach(|| store::take(&self.0, SystemTime::now(), lasts)).map_err(refuse)
+        py.detach(|| store::take(&self.0, SystemTime::now(), lasts, job)).map_err(refuse)
     }
 
     #[pyo3(signature = (lasts = None))]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.launch.bed import HOME, missing, until
 from tests.launch.conftest import Hosts
+from tests.needs import skip_without, skipped_without
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,3 +153,20 @@ def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(t
         done = subprocess.run(["/bin/sh", ROOT / ".ci/packages"], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
         assert "chromium" in done.stderr
+
+
+@pytest.mark.parametrize(("ci", "user", "fails"), [(None, 0, False), ("true", 1000, False), ("true", 0, True)])
+def test_what_a_machine_lacks_fails_only_in_ci_as_root(monkeypatch, ci, user, fails):
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    skip_without(None)
+    with pytest.raises(pytest.fail.Exception if fails else pytest.skip.Exception, match="needs loop devices"):
+        skip_without("needs loop devices")
+    assert not skipped_without(None).args[0]
+    if fails:
+        with pytest.raises(RuntimeError, match="needs loop devices"):
+            skipped_without("needs loop devices")
+    else:
+        assert skipped_without("needs loop devices").args[0]

@@ -5,15 +5,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+import sys
 
+import cloudpickle
 import pytest
 from tests.single.test_checkpoint_safety import Recorder, archive, text_of, torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.spark.common import LocalStore
-from farandole.stores import durable, seals
+from farandole.runner.agent import Work
+from farandole.runner.errors import FarandoleJobError
+from farandole.spark.common import LocalBackend, LocalStore
+from farandole.stores import durable, keys, seals
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -149,3 +154,63 @@ def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     monkeypatch.setenv(seals.SECRET, "another's")
     with pytest.raises(ValueError, match="no usable checkpoint"):
         torch_fit(tmp_path, "r", 3)
+
+
+def commits(folder, until):
+    """Where a job goes on from in the store."""
+    import farandole.numpy as hvd
+    from farandole.common import elastic
+
+    hvd.init()
+    state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state.save_to(folder, "job")
+
+    def loop(state):
+        begun = state.step
+        while state.step < until:
+            state.step += 1
+            state.commit()
+        return begun
+
+    return elastic.run_fn(loop, elastic.leave_and_join)(state)
+
+
+def test_workers_without_the_secret_get_the_key_of_their_run_from_the_driver(tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setenv(seals.SECRET, "mine")
+    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+    folder = str(tmp_path)
+    assert backend.run(commits, (folder, 2)) == [0, 0]
+    assert run_of(tmp_path, "job").resume() is not None, "the seal is that of the driver's secret"
+    assert backend.run(commits, (folder, 4)) == [2, 2]
+    monkeypatch.setenv(seals.SECRET, "another's")
+    with pytest.raises(FarandoleJobError, match="no usable checkpoint"):
+        backend.run(commits, (folder, 5))
+
+
+def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setattr("farandole.runner.hearing.keys.answer", lambda *_: None)
+    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+
+    def briefly(folder, until):
+
+        keys._PATIENCE, keys._ASKS_EVERY = 1.0, 0.3
+        return commits(folder, until)
+
+    with pytest.raises(FarandoleJobError, match="did not give this worker the key of run 'job'"):
+        backend.run(briefly, (str(tmp_path), 2))
+    assert not (tmp_path / "runs/job/checkpoint").exists()
+
+
+def test_neither_the_secret_nor_a_key_is_in_what_is_sent_to_a_task(monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    assert not Work("a ticket", b"").keys
+    monkeypatch.setenv(seals.SECRET, "hunter2")
+    key = seals.run_key("job")
+    assert key is not None
+    sent = pickle.dumps(Work("a ticket", b""))
+    assert pickle.loads(sent).keys, "the worker is told to ask"
+    assert b"hunter2" not in sent
+    assert key not in sent

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.needs import skipped_without
 from tests.trust.garbage import altered, cases, mutated, seconds
 
 import farandole
@@ -351,6 +353,75 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
         line.settimeout(10.0)
         line.connect(str(place))
         assert line.recv(1) == b"r"
+
+
+NOBODY = 65534
+
+
+def floods(place, told, stop):
+    """Connects to a socket in the present directory again and again; then says what was heard there."""
+    heard, rounds = set(), 0
+    while not select.select([stop], [], [], 0)[0]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(20.0)
+            line.connect(place)
+            try:
+                heard.add(line.recv(1).decode())
+            except ConnectionError:
+                heard.add("reset")
+        rounds += 1
+        if rounds == 1:
+            os.write(told, b"dialed\n")
+    os.write(told, json.dumps([rounds, sorted(heard)]).encode())
+
+
+@contextlib.contextmanager
+def another_user(folder, work, *arguments):
+    """Has a fork of this process, as another user, work in a directory; the reading end of its pipe."""
+    told, tells = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.chdir(folder)  # while the directories above it may still be passed
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            work(arguments[0], tells, *arguments[1:])
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(tells)
+    try:
+        with os.fdopen(told, "rb") as pipe:
+            yield pipe
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
+@skipped_without(None if os.geteuid() == 0 else "needs root, to be another user")
+def test_another_user_gets_nothing_from_the_fork_server_and_keeps_nobody_from_it(forks, tmp_path):
+    place, _ = forks
+    # The directory keeps others out already. Here it does not.
+    tmp_path.chmod(0o711)
+    place.chmod(0o777)
+    stop, stops = os.pipe()
+    with another_user(tmp_path, floods, place.name, stop) as told:
+        assert told.readline() == b"dialed\n"
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                line.settimeout(20.0)
+                line.connect(str(place))
+                assert line.recv(1) == b"r", "the owner is served meanwhile"
+        os.write(stops, b"x")
+        rounds, heard = json.loads(told.read())
+    for end in (stop, stops):
+        os.close(end)
+    assert rounds > 1
+    assert heard == ["n"], "declined before a request is read"
 
 
 def test_a_damaged_message_of_plain_values_is_an_error():

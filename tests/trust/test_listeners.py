@@ -159,6 +159,74 @@ def test_the_meeting_point_of_the_data_service_listens_where_it_may():
     assert done.returncode == 0, done.stderr.decode()
 
 
+SERVICE = """
+import threading
+import farandole.tensorflow as hvd
+from farandole.tensorflow.data import compute_service
+from tests.sockets import listening
+hvd.init()
+before = listening()
+with compute_service.serving(1, dispatcher_side="training", timeout=60, open_to_the_network=True) as config:
+    meeting = listening() - before
+    assert len(meeting) == 1, meeting
+    worker = threading.Thread(target=compute_service.compute_worker_fn, args=(config,))
+    worker.start()
+    with compute_service.tf_data_service(config, 0):
+        print("listens", sorted(listening() - before - meeting), flush=True)
+    config.compute_client().shutdown()
+    worker.join(60)
+    assert not worker.is_alive()
+"""
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_the_data_service_opens_ports_of_tensorflow_on_all_addresses_after_consent():
+    env = environment({**SETTINGS["bind address"], "KERAS_BACKEND": "tensorflow"})
+    done = subprocess.run([sys.executable, "-c", SERVICE], env=env, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    found = addresses_and_ports(done.stdout.decode())
+    assert len(found) >= 2, "a dispatcher and a worker"
+    assert {address for address, _ in found} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+
+
+# Groups whose members change, by torch's own interface: no launcher has started them.
+MEMBERS = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+import farandole.torch.distributed
+from tests.sockets import listening
+rank, limit = int(os.environ["MEMBER"]), timedelta(seconds=60)
+store = dist.FileStore(os.environ["MEETING"], -1)
+dist.init_process_group(
+    "farandole", store=store, rank=rank, world_size=2, timeout=limit, enable_reconfigure=True
+)
+store.set(f"handle/{rank}", dist._get_reconfigure_handle())
+handles = [store.get(f"handle/{one}").decode() for one in range(2)]
+before = listening()
+assert dist._reconfigure(1, handles, timeout=limit).wait()
+dist.barrier()
+print("listens", sorted(listening() - before), flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("setting", ["nothing", "bind address", "port range"])
+def test_groups_of_one_host_that_are_reconfigured_listen_on_loopback_alone(tmp_path, setting):
+    told = {"MEETING": str(tmp_path / "store"), **SETTINGS[setting]}
+    ended = together([{"MEMBER": str(rank), **told} for rank in range(2)], MEMBERS)
+    assert [one.status for one in ended] == [0, 0], ended
+    found = [addresses_and_ports(one.out) for one in ended]
+    assert found[0], "member 0 has the registrar"
+    assert {address for member in found for address, _ in member} == {LOOPBACK}
+    assert setting != "port range" or all(port in RANGE for member in found for _, port in member)
+
+
+def addresses_and_ports(text):
+    """What a process says that it listens on."""
+    return [(address, int(port)) for address, port in re.findall(r"\('([0-9A-F]+)', (\d+)\)", text)]
+
+
 TWO_HOSTS = """
 import farandole.numpy as hvd
 from tests.sockets import listening

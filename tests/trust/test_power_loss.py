@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from tests.needs import skipped_without
 from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.test_data_prepare import arrays, write
 
@@ -45,7 +46,7 @@ def missing():
     return None if Path("/dev/loop-control").exists() else "needs loop devices"
 
 
-needs = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs = skipped_without(missing())
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import pytest
 from tests.launch import bed
+from tests.needs import skipped_without
 from tests.started import on_host, together
 from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
 
 pytestmark = [
     pytest.mark.timeout(200),
-    pytest.mark.skipif(bed.missing() is not None, reason=str(bed.missing())),
+    skipped_without(bed.missing()),
 ]
 # Sums whose every element is known; a rank that gets another one says so.
 SUMS = """

@@ -571,3 +571,18 @@ fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
     println!("last registration to everybody's assignment, 64 tasks: {took:?}");
     assert!(took <= Duration::from_millis(50), "{took:?}");
 }
+
+#[test]
+fn the_driver_publishes_values_that_ranks_wait_for() {
+    let registrar = registrar(1);
+    let agents = agents(&registrar, 1);
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| agents[0].get("key of a run", soon()).unwrap());
+        registrar.publish("key of a run", b"secret").unwrap();
+        assert_eq!(waits.join().unwrap(), "secret");
+    });
+    registrar.publish("key of a run", b"another").unwrap();
+    assert_eq!(agents[0].get("key of a run", soon()).unwrap(), "another");
+    let long = registrar.publish(&"k".repeat(2000), b"").unwrap_err();
+    assert!(matches!(long, Error::Refused { call: "publish", .. }), "{long}");
+}

@@ -103,7 +103,7 @@ fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept
         // The lease is in the training data, which goes last.
         set.sort_by_key(|one| is_train(&one.path));
         if let Some(train) = set.last().filter(|one| is_train(&one.path))
-            && lease::take(&store.child(&train.path)?, now, None)?.is_none()
+            && lease::take(&store.child(&train.path)?, now, None, None)?.is_none()
         {
             continue;
         }

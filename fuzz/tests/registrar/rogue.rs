@@ -25,7 +25,7 @@ use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
 /// Of the registrar; how many messages go and come is nothing that a stranger has to keep to.
-pub(crate) const METHODS: [&str; 15] = [
+pub(crate) const METHODS: [&str; 16] = [
     "Register",
     "AwaitAssignment",
     "Join",
@@ -35,6 +35,7 @@ pub(crate) const METHODS: [&str; 15] = [
     "Put",
     "PutIfAbsent",
     "Get",
+    "Meet",
     "Records",
     "Result",
     "Exit",

@@ -29,11 +29,11 @@ class Store:
         """Writes a file so that no reader sees half of it; makes directories as needed."""
     def create(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one does."""
-    def take(self, lasts: float | None = None) -> str | None:
+    def take(self, lasts: float | None = None, job: str | None = None) -> str | None:
         """Takes a directory for this process alone: the lease's name, `None` if it is in use.
 
         Processes that cannot see this one believe the lease for `lasts` seconds after it was written or renewed, or for
-        a week.
+        a week. A process of a `job` takes the lease of another process of the same job, even of a living one.
         """
     def share(self, lasts: float | None = None) -> str | None:
         """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in `take`."""

@@ -6,7 +6,8 @@
     <prefix>/runs/<run_id>/checkpoint.previous    the one before, which is used if the last one is damaged
 
 One rank writes, in its own thread. Training waits for it only at the end. While a commit is being written, others are
-skipped, so a slow store does not slow down training.
+skipped, so a slow store does not slow down training. That rank holds a lease of the run, so that no other job or fit
+writes there at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import io
 import json
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from farandole.stores.remote_store import RemoteStore
     from farandole.stores.store import Store
 
 _log = logging.getLogger("farandole")
@@ -38,7 +41,8 @@ class StoredCommits:
     """
 
     def __init__(self, store: Store | str, run_id: str, every: int) -> None:
-        from farandole.stores.store import Store  # noqa: PLC0415 - few states have a store
+        from farandole.stores import tenure  # noqa: PLC0415 - few states have a store
+        from farandole.stores.store import Store  # noqa: PLC0415 - as above
 
         if every < 1:
             raise ValueError(f"every must be at least 1: {every}")
@@ -47,6 +51,7 @@ class StoredCommits:
             raise ValueError(f"the store keeps no runs, because it was made with save_runs=False: {made!r}")
         self.run_id = run_id
         self._remote = made.to_remote(run_id)
+        self._tenure = tenure.Tenure(made.get_run_path(run_id), run_id)
         self._every = every
         self._begun = 0
         self._thread: threading.Thread | None = None
@@ -56,6 +61,22 @@ class StoredCommits:
     def place(self) -> str | None:
         """The directory."""
         return self._remote.run_path
+
+    def hold(self) -> None:
+        """Takes the lease of the run, before this process reads or writes commits.
+
+        Raises:
+            RunInUseError: Another job or a fit holds it.
+        """
+        self._tenure.begin()
+
+    def pass_on(self) -> None:
+        """Leaves the lease to the process of this job that is rank 0 now."""
+        self._tenure.forget()
+
+    def end(self) -> None:
+        """Gives the lease back, after the last commit."""
+        self._tenure.end()
 
     def is_due(self, commits: int) -> bool:
         """Whether a commit must be written now.
@@ -90,7 +111,8 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
-                self._remote.write_checkpoint(self._remote.checkpoint_filename, data)
+                self._tenure.check()
+                self._run().write_checkpoint(self._remote.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
@@ -110,7 +132,19 @@ class StoredCommits:
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._remote.resume()
+        return self._run().resume()
+
+    def _run(self) -> RemoteStore:
+        """The paths of the run, with the key that seals its commits. If the driver has the secret, it is asked once.
+
+        Raises:
+            FarandoleEnvironmentError: The driver does not answer.
+        """
+        from farandole.stores import keys  # noqa: PLC0415 - few states have a store
+
+        if self._remote.seal_key is None and keys.are_at_the_driver():
+            self._remote = replace(self._remote, seal_key=keys.asked_for(self.run_id))
+        return self._remote
 
 
 def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
-from farandole.data.marks import Mark
+from farandole.stores.marks import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

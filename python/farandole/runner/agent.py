@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from farandole.common import scratch
 from farandole.runner import warm as warm_workers
 from farandole.runner.outcome import Ending
+from farandole.stores import keys, seals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +58,7 @@ class Work:
             which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
             old one: who is still there after that belongs to the new one.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
+        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them.
     """
 
     ticket: str
@@ -68,6 +70,7 @@ class Work:
     warm: Warm | None = None
     rejoin_after: float | None = None
     elastic: bool = False
+    keys: bool = field(default_factory=seals.is_given)
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it travels."""
@@ -98,7 +101,7 @@ def serve(
         How the worker ended, or why there was none.
     """
     host = socket.gethostname()
-    env = environment(work.env, resources or {})
+    env = environment(work.env, resources or {}) | {keys.AT_DRIVER: "1" if work.keys else None}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
         command = warm_workers.command(work.warm, command, env, owner)

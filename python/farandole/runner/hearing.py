@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner import reports, timelines
 from farandole.runner.watcher import EVENT, RANK
+from farandole.stores import keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -62,7 +63,10 @@ class Hearing(ABC):
             self.output.flush()
 
     def metric(self, event: Event) -> None:
-        """Hands over what a worker reports."""
+        """Hands over what a worker reports, and answers a worker that asks for the key of a run."""
+        if event.text == keys.KIND:
+            keys.answer(self.registrar, event.data or b"")
+            return
         if event.data is not None and event.text is not None:
             record((event.task or 0, event.rank), event.text, event.data, self.watcher, self.on_progress)
 

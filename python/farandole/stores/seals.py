@@ -8,7 +8,8 @@ checkpoint, so it contains every checkpoint that can remain after a loss of powe
 
 Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store sets a secret in the
 variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal, an HMAC-SHA256 of the run and the content,
-and a checkpoint without a seal is refused. The workers get a key that is valid for their run only.
+and a checkpoint without a seal is refused. The workers of a fit get a key that is valid for their run only. Workers
+that commit elastic states ask the driver for the key of their run (`keys`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ VERSION: Final = 1
 """The version of the marker's format. A marker of a newer version is refused."""
 _KEPT: Final = 2
 """Contents of one name that are known beside the newest: the one of before, and one that a loss of power kept back."""
+
+
+def is_given() -> bool:
+    """Whether this process has the secret."""
+    return bool(os.environ.get(SECRET))
 
 
 def run_key(run_id: str) -> bytes | None:

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use farandole_config::{Config, PortRange};
 use farandole_telemetry::Drained;
 use farandole_world::{JobId, TaskId, World};
@@ -433,6 +434,21 @@ impl Registrar {
         self.own_process()?;
         self.core.observe(Input::Leaves { task, reason: reason.to_owned() });
         Ok(())
+    }
+
+    /// Sets a value that the ranks of the present world find under its key. No journal contains it.
+    ///
+    /// # Errors
+    /// `Forked`; `Refused` for a key or value that is too long, or if all values together are.
+    pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.own_process()?;
+        let generation = self.core.assignment().map(|world| world.generation).unwrap_or_default();
+        let put = self.core.kv().lock().put(generation, key.to_owned(), Bytes::copy_from_slice(value));
+        put.map_err(|full| Error::Refused {
+            job: self.job_id().to_string(),
+            call: "publish",
+            reason: full.to_string(),
+        })
     }
 
     /// Ends the journal, if there is one: if this process is killed from now on, the job is not continued.

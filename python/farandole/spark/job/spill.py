@@ -21,7 +21,7 @@ from farandole.common import pickling
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.data.marks import Mark
+    from farandole.stores.marks import Mark
     from farandole.stores.options import StorageOptions
     from farandole.stores.store import Store
 
@@ -159,7 +159,7 @@ def _is_left(runs: Any, name: str) -> bool:
 
 def _mark(url: str) -> Mark | None:
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
-    from farandole.data.marks import Mark  # noqa: PLC0415 - as above
+    from farandole.stores.marks import Mark  # noqa: PLC0415 - as above
 
     name = NativeStore(url).share(_LASTS)
     return None if name is None else Mark(url, name, _LASTS)

@@ -15,9 +15,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from farandole._native.store import Store
-from farandole.data.marks import Mark
 from farandole.spark.common.runs.fingerprint import Fingerprint
 from farandole.stores import durable
+from farandole.stores.marks import Mark
+from farandole.stores.tenure import RunInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,10 +33,6 @@ _MAPPED: ContextVar[bool] = ContextVar("farandole_mapped", default=False)
 
 _LASTS = 600.0
 """Seconds after which a driver elsewhere that says nothing no longer holds its run: it was killed, or lost its host."""
-
-
-class RunInUseError(RuntimeError):
-    """Another driver trains the run."""
 
 
 class RunDiffersError(ValueError):
