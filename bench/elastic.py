@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How soon training goes on after a rank is lost, and what being ready for that costs.
+"""Time until training continues after a rank is lost, and the cost of fault tolerance in steps without a fault.
 
 Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one gets SIGKILL, or its
 host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
@@ -153,7 +153,7 @@ class Run:
         os.kill(int(name.partition("-")[0]), signal.SIGKILL)
 
     def until_size(self, size: int, after: float, ranks: int) -> float:
-        """When all of so many ranks had finished a step in a world of this size that began later."""
+        """Returns the time at which all ranks had finished a step in a world of this size that began later."""
         firsts: list[float] = []
 
         def fits() -> bool:

@@ -29,7 +29,7 @@ GOAL = 1_000_000
 """Rows a second."""
 COLUMNS, BATCH, FILES, EPOCHS = 20, 8192, 8, 3
 BUSY = 0.75
-"""Of the time that a batch has, how much the model takes for itself."""
+"""Share of a batch's time that the model itself takes."""
 
 
 def write(folder: Path, rows: int) -> None:
@@ -44,7 +44,7 @@ def write(folder: Path, rows: int) -> None:
 
 
 def cycles_of(seconds: float) -> int:
-    """How many cycles of the GPU take so long."""
+    """Returns the number of GPU cycles in a duration."""
     told = 100_000_000
     times: list[float] = []
     for _ in range(4):

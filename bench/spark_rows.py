@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver holds while its estimator fits more rows than it could: the same fit of few rows and of many.
+"""Memory of a driver whose estimator fits more rows than fit in it: the same fit of few rows and of many.
 
 Executors are processes of their own, so that what the driver's Python and its JVM hold is the driver's alone.
 

@@ -252,7 +252,7 @@ def worker(what: str, batch: int, steps: int, threads: int) -> None:
 
 
 def judged(times: dict[str, float]) -> Iterator[str]:
-    """What the figures of operations are measured by."""
+    """Yields comparisons for the times of operations."""
     ours, theirs = times.get("farandole.tensorflow"), times.get("farandole.torch")
     nothing, step = times.get("op that does nothing"), times.get("step with DistributedGradientTape")
     if ours is not None and theirs is not None:

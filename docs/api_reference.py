@@ -48,7 +48,7 @@ def package() -> griffe.Module:
 
 
 def target(member: Any) -> Any:
-    """Where a name is defined."""
+    """Returns the object that defines a name."""
     return member.final_target if member.is_alias else member
 
 

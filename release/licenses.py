@@ -20,7 +20,7 @@ from typing import Any
 LINKED = ("farandole-python", "farandole-tensorflow")
 """The crates whose libraries are files of the wheel."""
 PAGE_LOCK = "crates/ui/page/package-lock.json"
-"""What npm packs into the page of the run viewer, whose files contain the licences."""
+"""Packages of npm in the page of the run viewer, whose files contain the licences."""
 TEXTS = re.compile(r"(?i)^(licen[cs]e|copying|copyright|notice|unlicense)")
 
 

@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Trial:
-    """What one environment gets and what runs in it.
+    """One environment: its packages, and the program that runs in it.
 
     Attributes:
         packages: Requirements besides the wheel.
@@ -127,7 +127,7 @@ def pythons() -> dict[str, str]:
 
 
 def _is(version: str, python: str) -> bool:
-    """Whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
+    """Returns whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
     command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == version
 

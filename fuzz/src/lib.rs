@@ -102,7 +102,7 @@ pub fn cases(mut case: impl FnMut(&mut Random)) {
     }
 }
 
-/// How many times longer than its limit a case may take on a busy machine.
+/// Factor by which a case may exceed its limit on a busy machine.
 const BUSY: u32 = 12;
 
 /// Asserts at its end that a case took no longer than a limit.

@@ -66,7 +66,7 @@ fn send(mut link: Link) {
     }
 }
 
-/// How many bytes were accepted before the link ended, each the one that was sent.
+/// Receives bytes until the link ends, and returns their number; each must be the one that was sent.
 fn receive(link: &mut Link) -> (usize, Error) {
     let limit = Instant::now() + PATIENCE;
     let mut seen = 0;

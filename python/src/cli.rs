@@ -29,8 +29,8 @@ struct Here {
     meanwhile: Arc<Mutex<Vec<PyErr>>>,
 }
 
-/// What an exit status that a signal handler raised asks for: Ctrl-C leaves time, SIGTERM less, and a second one of
-/// either none.
+/// Returns the wish that follows from the exit status of a signal handler: Ctrl-C leaves time, SIGTERM less, and a
+/// second one of either none.
 fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
     const SIGINT: i32 = 128 + 2;
     let status = error
@@ -163,7 +163,8 @@ impl Watch for Watched {
     }
 }
 
-/// Which distributions have files of which module: a framework comes under several names, `tensorflow-cpu` among them.
+/// Returns the distributions that have files of each module: a framework comes under several names, `tensorflow-cpu`
+/// among them.
 fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
     let metadata = py.import("importlib.metadata")?;
     // A distribution whose metadata is broken provides nothing, and is nobody's problem here.

@@ -49,7 +49,7 @@ fn inventory(py: Python<'_>, named: &str, packages: Vec<PathBuf>) -> Vec<(String
     findings.into_iter().map(|finding| (finding.name, finding.works, finding.detail)).collect()
 }
 
-/// Whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
+/// Returns whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
 #[pyfunction]
 #[pyo3(signature = (packages, /))]
 fn built(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {

@@ -19,7 +19,7 @@ use crate::tensor::Gathered;
 /// A GPU's number and a stream's handle; nothing for host memory.
 pub(crate) type Given = Option<(u32, usize)>;
 
-/// Where a tensor is, and what its values come after.
+/// The memory of a tensor, and the work that its values wait for.
 #[derive(Clone)]
 pub(crate) struct Spot {
     pub(crate) place: Place,
@@ -136,7 +136,7 @@ impl Reached {
         self.event.hold(stream).map_err(|error| raise(error.fault(), &error))
     }
 
-    /// Whether the result is there.
+    /// Returns whether the result is there.
     fn is_ready(&self) -> PyResult<bool> {
         self.event.is_ready().map_err(|error| raise(error.fault(), &error))
     }

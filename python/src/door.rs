@@ -23,7 +23,7 @@ fn joined() {
     farandole_ffi::joined();
 }
 
-/// How often all ranks have joined in this session.
+/// Returns the number of times that all ranks have joined in this session.
 #[pyfunction]
 fn joins() -> u64 {
     farandole_ffi::joins()

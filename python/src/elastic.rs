@@ -150,7 +150,7 @@ impl PyElasticJob {
         Self::start(ElasticJob { elastic, work, journal: None }, discovery)
     }
 
-    /// What has been heard since the last call, oldest first, waiting up to `timeout` seconds for the first:
+    /// Returns the events since the last call, oldest first, waiting up to `timeout` seconds for the first:
     /// `("line", (rank, stream, text))`, `("metric", (task, rank, kind, data))`, `("loss", sentence)`, `("world", (generation, task and host by rank))`, and last
     /// `("ended", outcomes)` or `("failed", exception)`.
     fn news(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(&'static str, Py<PyAny>)>> {

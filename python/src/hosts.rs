@@ -46,8 +46,8 @@ fn network_of(interfaces: Vec<String>) -> PyResult<String> {
     farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
 }
 
-/// Where this process may listen, by its configuration: an address of this host, where one is named, and the first and the
-/// last port.
+/// Returns the address and the ports on which this process may listen, by its configuration: an address of this host,
+/// if one is named, and the first and the last port.
 #[pyfunction]
 fn listening() -> PyResult<(Option<String>, u16, u16)> {
     let config = configuration(&[])?;
@@ -145,7 +145,8 @@ impl PyRemote {
         Ok(Self { remote, notices: Mutex::new(notices) })
     }
 
-    /// What has been heard since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
+    /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
+    /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     fn news(&self, py: Python<'_>) -> PyResult<Vec<News>> {
         let notices: Vec<Notice> = self.notices.lock().try_iter().collect();

@@ -39,7 +39,7 @@ fn stop_timeline(py: Python<'_>) -> PyResult<()> {
     py.detach(|| session.engine().stop_timeline()).map_err(|error| raise(error.fault(), &error))
 }
 
-/// Whether a timeline is written here.
+/// Returns whether a timeline is written here.
 #[pyfunction]
 fn has_timeline() -> bool {
     session::current().is_ok_and(|session| session.engine().has_timeline())

@@ -53,14 +53,14 @@ def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler of its own for a signal: a notice that was heeded takes it away."""
+    """Returns whether a process has a handler of its own for a signal: a notice that was heeded takes it away."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def is_connected(pid: int) -> bool:
-    """Whether a worker has opened its connection to the registrar, as `init` does first."""
+    """Returns whether a worker has opened its connection to the registrar, as `init` does first."""
     return any(os.readlink(entry).startswith("socket:") for entry in Path(f"/proc/{pid}/fd").iterdir())
 
 

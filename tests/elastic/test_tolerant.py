@@ -65,7 +65,7 @@ def same(found: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def members(lost: dict[int, int]) -> list[list[int]]:
-    """Who takes part in each step when workers are lost in these."""
+    """Returns the workers that take part in each step, if each lost worker is lost at its step."""
     return [[who for who in range(4) if lost.get(who, STEPS) > step] for step in range(STEPS)]
 
 

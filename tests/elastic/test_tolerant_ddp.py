@@ -212,7 +212,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     told: list[list[int]] = []
     records: list[dict[str, Any]] = []
     others = [[[1, 1, 0]], [], [[1, 1, 0]]]
-    """Of each world: one rank has finished the step, and is lost; nobody has; one has again."""
+    """Fault of each world: one rank has finished the step, and is lost; nobody has; one has again."""
 
     def statuses(own: torch.Tensor, name: str) -> torch.Tensor:
         del name

@@ -37,7 +37,7 @@ def model() -> torch.nn.Module:
 
 
 def batch(identity: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a worker trains on in a step."""
+    """Returns the inputs and targets of a worker in a step."""
     random = torch.Generator().manual_seed(1000 * identity + step)
     inputs = torch.randn(5, 6, generator=random, dtype=torch.float64)
     return inputs, inputs.sum(1, keepdim=True)

@@ -191,7 +191,7 @@ class _Trial:
         return {other for other in range(self.cell.ranks) if (hosts[other] == hosts[self.cell.victim]) == inside}
 
     def guilty(self, rank: int) -> set[int]:
-        """Of whom a rank has to name one."""
+        """Returns the ranks of which a rank's error must name one."""
         if self.fault.name == "partition":
             # Whoever is on one side misses somebody on the other.
             return set(range(self.cell.ranks)) - self.side(rank)
@@ -223,7 +223,7 @@ class _Trial:
         assert message["leaving_took"] < 2 * ELSEWHERE + HOPS * self.pace.longest, message
 
     def judge_ends(self, outcomes: list[Any]) -> None:
-        """How the processes ended: by themselves, but for the one that was killed."""
+        """Checks that each process ended by itself, except the one that was killed."""
         for rank, outcome in enumerate(outcomes):
             expected: tuple[int | None, int | None] = (0, None)
             if rank == self.cell.victim and self.fault.name in ("kill", "orphan"):

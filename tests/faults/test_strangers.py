@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Whoever does not hold the job's key is refused at every port of a running job, and changes nothing."""
+"""A process without the job's key is refused at each port of a running job, and changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Exploit:
 
 
 def payloads(trace: Path) -> list[bytes]:
-    """What an attacker, a scanner or a broken program sends."""
+    """Returns the bytes that an attacker, a scanner or a broken program sends."""
     chance = random.Random(7)
     exploit = [pickle.dumps(Exploit(trace), protocol) for protocol in (0, 2, 5)]
     framed = [len(exploit[2]).to_bytes(size, order) + exploit[2] for size in (4, 8) for order in ("big", "little")]
@@ -54,7 +54,7 @@ def payloads(trace: Path) -> list[bytes]:
 
 
 def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
-    """What is heard before the other end hangs up; one that keeps the connection open raises `TimeoutError`."""
+    """Returns the bytes received until the peer closes the connection; raises `TimeoutError` if it stays open."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(socket.socket(family))

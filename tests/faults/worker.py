@@ -41,7 +41,7 @@ GRACE: Final = 5.0
 
 
 class CallerError(Exception):
-    """What a caller's own code may raise."""
+    """An error of the caller's own code."""
 
 
 class Rank:

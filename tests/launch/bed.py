@@ -68,7 +68,7 @@ exec "$SHELL" -c "$SSH_ORIGINAL_COMMAND"
 
 
 def missing() -> str | None:
-    """Why this machine can have no such hosts, and what to do about it; `None` where it can."""
+    """Returns the reason why this machine cannot have such hosts, with a remedy; `None` if it can."""
     if sys.platform != "linux":
         return "needs Linux"
     if os.geteuid() != 0:
@@ -100,7 +100,7 @@ def until(fits: Callable[[], bool], what: Callable[[], object] | str, limit: flo
 
 
 def checked(words: list[str], text: str = "") -> str:
-    """What a program prints that must succeed."""
+    """Returns the output of a program, which must succeed."""
     done = subprocess.run(
         words, input=text, capture_output=True, text=True, timeout=LIMIT, check=False, env={"PATH": SEARCH}
     )
@@ -163,7 +163,7 @@ class Process:
     environ: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Who it is, for messages."""
+        """Describes the process, for messages."""
         return f"{self.host}: {self.pid} {' '.join(self.argv)}"
 
 
@@ -357,7 +357,7 @@ class Host:
         return f"{Path(sys.executable).parent}:/run/bin"
 
     def environment(self, **env: str) -> dict[str, str]:
-        """What a user of this host has in the environment."""
+        """Returns the environment that a user of this host has."""
         usual = {"PATH": SEARCH, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash"}
         usual |= {"LANG": "C.UTF-8", "TMPDIR": "/run/tmp", "OMP_NUM_THREADS": "1"}
         if os.environ.get("PYTHONPATH"):

@@ -95,7 +95,7 @@ def finish(bed, running, size):
 
 
 def own(running):
-    """What the launcher itself has said."""
+    """Returns the output of the launcher itself."""
     return "\n".join(line for line in running.err.read_text().splitlines() if not line.startswith("["))
 
 

@@ -32,7 +32,7 @@ def busy(bed, *, size=4, program=BUSY, **env):
 
 
 def failed(running, limit):
-    """What a launcher says that must end by itself with an error."""
+    """Returns the message of a launcher that must end by itself with an error."""
     began = time.monotonic()
     status = running.wait(limit)
     assert status != 0, running.said
@@ -60,7 +60,7 @@ def until_only_sshd(bed, *cut):
 
 
 def names(said, host, *ranks):
-    """Whether a message of the launcher itself names the host, or else a rank of it."""
+    """Returns whether a message of the launcher itself names the host, or else a rank of it."""
     own = [line for line in said.splitlines() if not re.match(r"\[\d+\]<", line)]
     return any(host in line or any(f"rank {rank}" in line for rank in ranks) for line in own)
 

@@ -92,7 +92,7 @@ def cluster(bed, start_timeout=60.0, **env):
 
 
 def alive(host):
-    """Whether the rank of a host still exists."""
+    """Returns whether the rank of a host still exists."""
     process, _ = host.read("rank").split()
     return host.run("test", "-d", f"/proc/{process}").returncode == 0
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def refused(bed, *arguments, limit=15.0, **env):
-    """What the launcher says when it starts nothing, within a time."""
+    """Returns the message of a launcher that must fail in time without starting a worker."""
     bed.write("start.py", "open('started', 'w').close()")
     began = time.monotonic()
     names = ",".join(f"{name}:1" for name in bed.hosts if name != "head")

@@ -101,7 +101,7 @@ with Registrar(sum(map(len, places)), start_timeout=60.0) as registrar:
 
 
 def islands(folder: Path, places: list[list[int]], *options: str, **env: str) -> tuple[list[dict], str]:
-    """What the ranks print, and everything that was said, of tasks on hosts that reach the driver alone."""
+    """Returns the ranks' lines and the whole output of tasks on hosts that can connect to the driver only."""
     worker = folder / "worker.py"
     worker.write_text(WORKER)
     program = json.dumps([places, AGENT, str(worker), *options])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every rank sees when ranks disagree, die, or are interrupted."""
+"""Errors of all ranks if ranks disagree, die, or are interrupted."""
 
 import ctypes
 import os

@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def output_of(script):
-    """What a rank prints while it runs a script."""
+    """Returns the output of a rank that runs a script."""
     import contextlib
     import io
 

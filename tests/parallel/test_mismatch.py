@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every rank is told when ranks submit different things under one name."""
+"""Errors of all ranks if ranks submit different operations under one name."""
 
 import time
 
@@ -130,7 +130,7 @@ def test_ranks_that_move_objects_where_others_do_something_else_are_told_at_once
 
 
 def told_of_groups(step):
-    """What a rank hears of a step, and of the one after it, and how long that took."""
+    """Returns the errors of a step and of the next one, and the time that both took."""
     began, errors = time.monotonic(), []
     for attempt in (step, lambda: hvd.allreduce(torch.ones(1), name="later")):
         try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What cells of a real Jupyter kernel do, and what they show."""
+"""Cells of a real Jupyter kernel: their effects and their output."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def dtype_of(name):
 
 
 def inputs(shape, dtype, size):
-    """What each rank contributes: small whole numbers, exact in every dtype."""
+    """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = int(np.prod(shape))
     return [((np.arange(count) * (rank + 1) + rank) % 3).reshape(shape).astype(dtype) for rank in range(size)]
 

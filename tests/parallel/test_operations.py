@@ -16,7 +16,7 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (1025,), (300_001,)]
 
 
 def inputs(shape, dtype, size, limit=3):
-    """What each rank contributes: small whole numbers, exact in every dtype."""
+    """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = torch.Size(shape).numel()
     return [((torch.arange(count) * (rank + 1) + rank) % limit).reshape(shape).to(dtype) for rank in range(size)]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is said about ranks that do not come, and what ends because of them."""
+"""Reports about missing ranks, and the operations that end because of them."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ CHECK = {"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"}
 
 
 def redirect(path):
-    """What this process writes to stderr goes to a file of the test as well as its engine's."""
+    """Redirects stderr of this process and its engine to a file of the test."""
     file = os.open(path.format(rank=hvd.rank()), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     os.close(file)

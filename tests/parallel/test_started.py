@@ -190,7 +190,7 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
 
 
 def opens(pid: int) -> bool:
-    """Whether a process has loaded the engine."""
+    """Returns whether a process has loaded the engine."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             return "_native" in maps.read()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""When TensorFlow's gradients are reduced: while others are computed, after several passes, by the stand-ins alone."""
+"""TensorFlow gradients are reduced during the backward pass, after several passes, or by the stand-ins alone."""
 
 import subprocess
 import threading

@@ -29,7 +29,7 @@ LATE = 0.3
 
 @pytest.fixture(scope="session")
 def cuda():
-    """What makes ranks find the fake."""
+    """Makes ranks find the fake driver."""
     with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
         library = Path(folder) / "libcuda.so.1"
         source = Path(__file__).with_name("fake_cuda.c")
@@ -88,7 +88,7 @@ class Gpu:
         self.library.fake_fill(self.stream, address, count, ctypes.c_float(value), microseconds)
 
     def read(self, tensor):
-        """What the framework's stream finds in a tensor, after all that it was told to do before."""
+        """Returns the values of a tensor after all earlier work of the framework's stream."""
         found = torch.empty_like(tensor)
         to, source = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(tensor.data_ptr())
         self.library.fake_copy(self.stream, to, source, ctypes.c_size_t(tensor.nbytes))

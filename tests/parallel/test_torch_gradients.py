@@ -54,7 +54,7 @@ def weights_like(results):
 
 
 def local_loss(forward, x):
-    """What this rank computes from its results: not linear, so that second derivatives mean something."""
+    """Returns the loss of this rank's results: not linear, so that second derivatives are not zero."""
     results = forward(x)
     return sum(
         ((result + 0.1 * result**2) * weight).sum()

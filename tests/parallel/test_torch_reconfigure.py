@@ -28,7 +28,7 @@ SPAWN = get_context("spawn")
 
 
 class Member:
-    """What a process of a test has: the group, and a place where processes leave each other notes."""
+    """A process of a test: its group, and a directory in which processes leave notes for each other."""
 
     def __init__(self, rank: int, size: int, folder: str) -> None:
         """Joins a group without members; `rank` and `size` are what torch tells of it until then."""
@@ -86,7 +86,7 @@ class Crew:
             theirs.close()
 
     def run(self, functions: dict[int, Callable[[Member], Any]], dies: tuple[int, ...] = ()) -> dict[int, Any]:
-        """What functions have returned, by process; those that die return nothing."""
+        """Returns the results of functions by process; a process that dies has no result."""
         for number, function in functions.items():
             self.pipes[number].send(function)
         found: dict[int, Any] = {}

@@ -200,7 +200,7 @@ OPTIMIZERS = {
 
 
 def states_of_a_new_rank(name, dtype, new):
-    """What all ranks have after some of them have trained alike, and the new ones have come."""
+    """Returns the states of all ranks after some ranks have trained alike and new ranks have joined."""
     from farandole.torch._tolerant import Tolerance
 
     small_pieces()
@@ -266,7 +266,7 @@ def test_only_ranks_whose_state_has_the_same_tensors_send_parts(trio):
 
 
 def senders_that_differ():
-    """What a new rank gets from two ranks that have not reduced one of two parameters, and which come in parts."""
+    """Returns the state that a new rank gets in parts from two ranks that did not reduce one of two parameters."""
     from farandole.torch import _tolerant
 
     small_pieces()
@@ -327,7 +327,7 @@ def test_a_rank_with_other_options_than_the_first_sender_sends_nothing(trio):
 
 
 class Counter:
-    """What a script shares."""
+    """An object that a script shares."""
 
     def __init__(self, count):
         self.count = count

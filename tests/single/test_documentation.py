@@ -20,7 +20,7 @@ def links(page: Path) -> set[Path]:
 
 
 def clicks() -> dict[Path, int]:
-    """How many clicks each page is away from the front page."""
+    """Returns the number of clicks from the front page to each page."""
     away = {FRONT: 0}
     queue = [FRONT]
     for page in queue:
@@ -46,7 +46,7 @@ def test_at_least_twenty_everyday_questions_are_answered_within_two_clicks():
 
 
 def unanswered_by(questions: Path, route: str, target: str, anchor: str, words: str) -> str:
-    """Why the links of a route from the front page do not lead to the answer; empty if they do."""
+    """Describes why the links of a route do not lead to the answer; empty if they do."""
     here, names = FRONT, route.split(", ")
     for name in names:
         link = re.search(rf"\[{re.escape(name)}\]\(([^)#\s:]+\.md)(?:#[^)]*)?\)", here.read_text())

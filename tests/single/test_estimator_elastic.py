@@ -80,7 +80,7 @@ class Disturbance(Callback):
 
 
 def notes(folder):
-    """What each process has noted."""
+    """Returns the notes of each process."""
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("note-*")]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver makes of events, on a registrar and agents that play a script."""
+"""Reactions of the driver to events, with a registrar and agents that play a script."""
 
 from __future__ import annotations
 

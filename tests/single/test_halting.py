@@ -241,7 +241,7 @@ def test_a_process_that_trains_again_keeps_no_thread_of_the_fit_before(tmp_path,
 
 
 class Fake:
-    """What the server calls."""
+    """A backend that records the server's calls."""
 
     def __init__(self, fails=False):
         self.calls = []

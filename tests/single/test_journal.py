@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a fit's driver writes for the run viewer."""
+"""Files that a fit's driver writes for the run viewer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a cell shows of a fit: a curve of steps, the time that is left, and never more than a few kilobytes."""
+"""The notebook output of a fit: a curve of steps, the remaining time, and at most a few kilobytes."""
 
 from __future__ import annotations
 

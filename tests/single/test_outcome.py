@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How endings travel in rows, and which of several failures is raised."""
+"""Outcomes of tasks in rows, and the choice of the failure that is raised."""
 
 from __future__ import annotations
 

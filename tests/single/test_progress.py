@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a fit shows, and its history as rows."""
+"""Progress of a fit in a terminal, and its history as rows."""
 
 import io
 import types

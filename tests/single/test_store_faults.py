@@ -26,7 +26,7 @@ BOUND = 100
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What happens is the first part of a path behind the bucket."""
+    """A server whose fault is the first part of the path behind the bucket."""
 
     protocol_version = "HTTP/1.1"
 
@@ -84,7 +84,7 @@ def service():
 
 
 def attempt(mood, port):
-    """What reading and writing say, and how long both took."""
+    """Returns the errors of reading and writing, and the time that both took."""
     url = f"s3://bucket/{mood}"
     options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here", "timeout": "1s"}
     native.configure(url, options)

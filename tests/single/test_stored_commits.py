@@ -61,7 +61,7 @@ def same(one, other):
 
 @pytest.fixture
 def undisturbed(hvd):
-    """What an undisturbed job ends with."""
+    """The final values of an undisturbed job."""
     state = made(hvd, 1)
     assert training(hvd)(state) == 0
     return values(state)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which GPU a rank takes, and which tensors the engine takes, where torch says that there are some."""
+"""The GPU of a rank, and the tensors that the engine accepts, if torch reports GPUs."""
 
 import ctypes
 import json

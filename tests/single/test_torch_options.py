@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the torch estimator can be asked for beyond the plain loop, on Parquet, in this process."""
+"""Options of the torch estimator beyond the plain loop, on Parquet, in this process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What Weights & Biases is told, by a module that stands in for its library, and MLflow itself with strange stores."""
+"""Calls to Weights & Biases, by a module that replaces its library, and MLflow itself with unusual stores."""
 
 from __future__ import annotations
 

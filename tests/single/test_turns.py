@@ -70,7 +70,7 @@ class World:
                 self.counted.update(rows_of(books, piece))
 
     def told(self, left: list[Turns], comers: int) -> list[dict[str, Any] | None]:
-        """What those that are left tell, and those that come."""
+        """Returns the records of the remaining workers, and `None` for each new one."""
         return [*(copy.deepcopy(books.record()) for books in left), *[None] * comers]
 
     def break_up(self) -> bool:

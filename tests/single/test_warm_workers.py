@@ -76,7 +76,7 @@ def _own_folder(tmp_path_factory):
 
 
 def begun():
-    """When this process began to be a worker, and what it had imported by then."""
+    """Returns the time at which this process became a worker, whether it had imported torch, and its id."""
     import sys
     import time
 

@@ -247,7 +247,7 @@ spark.stop()
 
 @pytest.fixture(scope="module")
 def on_standalone(tmp_path_factory):
-    """What a driver says of its jobs on a standalone master with two workers of two cores."""
+    """The output of a driver whose jobs ran on a standalone master with two workers of two cores."""
     body = """
 from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 spark = session(os.environ["MASTER_URL"], executor_cores="2", task_cpus="1")

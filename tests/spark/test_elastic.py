@@ -78,7 +78,7 @@ def check(found: list[Any], size: int) -> None:
 
 
 def driven(code: str, directory: Path, **env: str) -> tuple[list[Any], str]:
-    """What the ranks of a driver's program returned, and what it wrote to stderr."""
+    """Returns the results of the ranks of a driver's program, and its stderr."""
     notes = directory / "notes"
     notes.mkdir()
     done = drive(code, directory, 200, NOTES=str(notes), **env)

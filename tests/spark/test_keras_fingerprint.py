@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of a Keras model makes another run."""
+"""Changes of a Keras model that begin a new run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver tells the Spark plugin, and what it makes of Spark's word; without Spark."""
+"""Messages between the driver and the Spark plugin, without Spark."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_other_columns_options_or_rows_are_prepared_anew(store, frame):
 
 
 def coin():
-    """What Spark is told gives another answer every time."""
+    """Returns a function that Spark must treat as nondeterministic."""
     return sf.udf(lambda value: value % 2 == 0, "boolean").asNondeterministic()
 
 

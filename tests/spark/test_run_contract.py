@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every backend promises, asked of each.
+"""Promises of all backends, checked for each backend.
 
 Functions for workers are nested: the worker cannot import this file, and cloudpickle carries nested ones by value.
 """

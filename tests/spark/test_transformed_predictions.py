@@ -74,7 +74,7 @@ def predicted(model, frame):
 
 
 def expected(model):
-    """What the model itself says of the decoded files."""
+    """Returns the predictions of the model itself for the decoded files."""
     if isinstance(model, TorchModel):
         return model.getModel().cpu()(torch.from_numpy(pixels())).detach().numpy().ravel()
     return np.asarray(keras.ops.convert_to_numpy(model.getModel()(pixels()))).ravel()

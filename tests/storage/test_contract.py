@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every store keeps to, wherever its bytes live."""
+"""The contract of all stores, for each kind of storage."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor

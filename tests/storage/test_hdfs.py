@@ -21,7 +21,7 @@ from farandole.spark.common import Store
 
 
 def run(program, cluster, **environment):
-    """What a program of its own prints."""
+    """Returns the output of a program in its own process."""
     env = {**os.environ, **cluster.environment, **environment}
     done = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120, env=env

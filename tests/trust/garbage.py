@@ -22,7 +22,7 @@ ODD += [None, True, "", "x" * 300, "..", [], {}, [[]], [1, 2, 3], {"x": 1}]
 
 
 def seconds() -> float:
-    """How long a target runs."""
+    """Returns the seconds for which a target runs."""
     return float(os.environ.get("FARANDOLE_FUZZ_SECONDS", "1"))
 
 
@@ -43,7 +43,7 @@ def cases(case: Callable[[random.Random], object]) -> int:
 
 
 def mutated(draw: random.Random, sound: bytes) -> bytes:
-    """Something like `sound`: bits flipped, bytes replaced, cut short, prolonged, or repeated."""
+    """Returns a damaged copy of `sound`: bits flipped, bytes replaced, cut short, prolonged, or repeated."""
     found = bytearray(sound)
     for _ in range(draw.randrange(1, 5)):
         at = draw.randrange(len(found) + 1)

@@ -17,7 +17,7 @@ from farandole.spark.common import LocalBackend
 pytestmark = pytest.mark.timeout(200)
 ALL_PROTOCOLS = 0x0003
 RCVBUFFORCE = 33
-"""Of Linux; Python has no name for it."""
+"""Constant of Linux; Python has no name for it."""
 ROOM = 64 << 20
 MARK = "a mark that no packet may hold"
 PATTERN = bytes.fromhex("40490fdb2df854413f8020c44048f5c3")
@@ -51,7 +51,7 @@ hvd.shutdown()
 
 @contextmanager
 def captured():
-    """What crosses the loopback meanwhile."""
+    """Yields the packets that cross the loopback meanwhile."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS)) as tap:
         tap.setsockopt(socket.SOL_SOCKET, RCVBUFFORCE, ROOM)
         tap.bind(("lo", 0))
@@ -79,7 +79,7 @@ needs = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to capture pac
 
 
 def holds(packets, what):
-    """Whether one of the packets has these bytes."""
+    """Returns whether one of the packets has these bytes."""
     return any(what in packet for packet in packets)
 
 

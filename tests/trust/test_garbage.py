@@ -161,7 +161,7 @@ def client(server, module):
 
 
 def request(server, module, text):
-    """What the server answers to a request by somebody who has the key."""
+    """Returns the server's answer to a request that has the key."""
     line = socket.create_connection(address(server), 10.0)
     with line:
         until = time.monotonic() + 10.0
@@ -208,7 +208,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
 
 
 def is_over(line, byte):
-    """Whether the other side has ended a connection on which one more byte is said."""
+    """Returns whether the other side has ended a connection on which one more byte is said."""
     try:
         line.sendall(bytes([byte]))
         return not line.recv(1)
@@ -282,7 +282,7 @@ def reap(pid):
 
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
-    """Where a fork server listens that has imported little, and its process."""
+    """Yields the socket of a fork server that has imported little, and its process id."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     place = tmp_path / "w"
     told = warm.Warm(("json",), 30.0)

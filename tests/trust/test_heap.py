@@ -18,7 +18,7 @@ from tests.trust.heap_soak import MIB, soak
 from farandole.spark.common import LocalBackend, SparkBackend
 
 SECONDS = float(os.environ.get("FARANDOLE_SOAK_SECONDS", "5"))
-"""How long; `make test-trust` takes ten minutes."""
+"""Duration of the soak; `make test-trust` takes ten minutes."""
 
 SEEN_WITHIN = 10
 """Samples, half a second each at least, within which what nobody uses has gone back."""
@@ -32,7 +32,7 @@ JOBS = {
 
 
 def job(name):
-    """What each rank of a job tells."""
+    """Returns the results of each rank of a job."""
     kind, backend, more = JOBS[name]
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(functools.partial(soak, kind, SECONDS, 7))

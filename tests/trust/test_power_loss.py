@@ -36,7 +36,7 @@ SIZE = 48 << 20
 
 
 def missing():
-    """Why there is no such file system here."""
+    """Returns the reason why there is no such file system here."""
     if os.geteuid() != 0:
         return "needs root, to mount"
     lacks = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]

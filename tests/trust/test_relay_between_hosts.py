@@ -49,7 +49,7 @@ TOLD = {
 
 
 def job(harm, rounds, length, pause):
-    """What became of two ranks, and the relay between them."""
+    """Returns the outcomes of two ranks, and the relay between them."""
     code = f"rounds, length, pause = {rounds}, {length}, {pause}\n{SUMS}"
     with hosts(harm) as (relay, inside):
         environments = [{"HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]

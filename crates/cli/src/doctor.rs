@@ -24,7 +24,7 @@ use farandole::world::{Rank, TaskId};
 use crate::console::Console;
 use crate::surroundings::{Distribution, Python, Surroundings};
 
-/// How long one try may take.
+/// Longest time that one try may take.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Bytes of a trial link.
 const TRIAL: usize = 64 << 10;
@@ -266,7 +266,7 @@ fn devices(page: &mut Page, python: &Python) {
     page.check(by_nccl, "tensors on GPUs", way);
 }
 
-/// Whether NCCL reduces them, and what becomes of them.
+/// Returns whether NCCL reduces them, and what becomes of them.
 fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
     match chosen.to_lowercase().as_str() {
         _ if !driver => (false, "none: there is no driver"),

@@ -29,7 +29,7 @@ fn page() -> String {
     page
 }
 
-/// Whether a command is for users.
+/// Returns whether a command is for users.
 fn shown(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
@@ -69,7 +69,7 @@ fn section(page: &mut String, command: &mut Command, name: &str, level: usize) {
     }
 }
 
-/// How an argument is written on the command line.
+/// Returns an argument as written on the command line.
 fn spelled(arg: &Arg) -> String {
     let named = arg.get_value_names().and_then(|names| names.first());
     let value = format!("<{}>", named.map_or(arg.get_id().as_str(), |name| name.as_str()));

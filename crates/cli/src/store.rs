@@ -89,7 +89,7 @@ fn pair(text: &str) -> Result<(String, String)> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Whether an option's name says that its value is a secret.
+/// Returns whether an option's name says that its value is a secret.
 fn is_secret(key: &str) -> bool {
     let key = key.to_ascii_lowercase();
     let words = [
@@ -107,7 +107,7 @@ fn is_secret(key: &str) -> bool {
     !key.ends_with("_id") && words.iter().any(|word| key.contains(word))
 }
 
-/// Whether a value says where the value is.
+/// Returns whether a value says where the value is.
 fn is_elsewhere(value: &str) -> bool {
     value == "-" || value.starts_with("env:") || value.starts_with("file:")
 }
@@ -268,7 +268,7 @@ fn usage(store: &Store) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Whether prepared data is complete, and whether somebody uses it.
+/// Returns whether prepared data is complete, and whether somebody uses it.
 fn state(store: &Store, path: &str) -> Result<String> {
     let directory = store.child(path.trim_end_matches('/'))?;
     let complete = directory.exists("_manifest.json")?;

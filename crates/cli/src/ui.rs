@@ -15,7 +15,7 @@ use farandole::ui::{Settings, Viewer};
 use crate::store;
 use crate::surroundings::Surroundings;
 
-/// How long a signal waits.
+/// Interval at which signals are handled while the page is served.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The command line.
@@ -62,7 +62,7 @@ pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Resul
     Ok(0)
 }
 
-/// Where the page's script and style are.
+/// Returns the folder of the page's script and style.
 fn page(surroundings: &dyn Surroundings) -> PathBuf {
     surroundings.package().join("ui")
 }

@@ -23,15 +23,15 @@ pub struct Segment {
     pub output: Buffer,
 }
 
-/// What a communicator can be asked for. Every member submits equal operations in the same order; sizes that may
-/// differ between members are spelled out for all of them. Member numbers are positions in the communicator.
+/// An operation of a communicator. Every member submits equal operations in the same order; sizes that may differ
+/// between members are spelled out for all of them. Member numbers are positions in the communicator.
 #[derive(Clone, Debug)]
 pub enum Operation {
     /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list, no packing).
     Allreduce {
         /// Element type of every segment.
         dtype: DataType,
-        /// How elements combine; `Average` divides by the number of members.
+        /// The operation that combines elements; `Average` divides by the number of members.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,
@@ -68,7 +68,7 @@ pub enum Operation {
     Reducescatter {
         /// Element type of every segment.
         dtype: DataType,
-        /// How elements combine: anything but `Adasum`.
+        /// The operation that combines elements: anything but `Adasum`.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,
@@ -120,8 +120,8 @@ pub trait Communicator: Send {
         }
     }
 
-    /// Whether members still find out whether they can have it; it counts as pending. Until then nobody asks what it
-    /// carries, and nobody submits.
+    /// Returns whether members still find out whether they can have it; it counts as pending. Until then nobody asks
+    /// what it carries, and nobody submits.
     fn is_forming(&self) -> bool {
         false
     }
@@ -131,7 +131,7 @@ pub trait Communicator: Send {
         None
     }
 
-    /// Whether an operation is done as it is defined: the same answer on every member.
+    /// Returns whether an operation is done as it is defined: the same answer on every member.
     fn carries(&self, _operation: &Operation) -> bool {
         true
     }
@@ -205,7 +205,7 @@ pub trait Device: Send + Sync {
 
 /// A point in a device's work.
 pub trait Event: Send + Sync {
-    /// Whether everything before it is done.
+    /// Returns whether everything before it is done.
     ///
     /// # Errors
     /// `Device` when the work failed.
@@ -226,8 +226,8 @@ pub trait Fabric: Send + Sync {
     /// This member's card for the device, at most [`CARD`] bytes; empty if it cannot take part.
     fn card(&self, device: u32) -> Vec<u8>;
 
-    /// Why members with these cards can have no communicator, if so; whether they can follows from the cards alone. This
-    /// is the one at `place`.
+    /// Returns the reason, if any, why members with these cards can have no communicator. The answer follows from the
+    /// cards alone. This member is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
 
     /// A remark for the user about the communicator of members with these cards, if they can have one.

@@ -41,7 +41,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// Where members live.
+/// The hosts of the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) members: usize,

@@ -113,7 +113,7 @@ impl fmt::Display for DataType {
     }
 }
 
-/// How elements combine. The numbers up to 5 are Horovod's.
+/// The operation that combines elements. The numbers up to 5 are Horovod's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -147,7 +147,7 @@ impl ReduceOp {
         }
     }
 
-    /// Whether sums are rounded between hosts.
+    /// Returns whether sums are rounded between hosts.
     pub const fn is_rounded(self) -> bool {
         matches!(self, Self::RoundedAverage | Self::RoundedSum)
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What happens when a link breaks (CO-4), and what is refused (CO-5).
+//! A link that breaks (CO-4), and operations that are refused (CO-5).
 
 use farandole_collectives::{
     Communicator, DataType, Device, Error, HostCommunicator, Operation, ReduceOp, Segment, Token,

@@ -11,7 +11,7 @@ use farandole_testkit::{Harness, Links, complete, contents, elements, fill};
 use farandole_transport::Error as LinkError;
 use farandole_world::Rank;
 
-/// What rounds take on one link in these tests, and far less than the tensors.
+/// Ring bytes of one link in these tests: far less than the tensors.
 const ROUNDS: usize = 16 << 10;
 
 /// Tensors in memory of their own, each behind `skip` bytes of it.
@@ -41,7 +41,7 @@ impl Tensors {
         Operation::Allreduce { dtype, op, prescale: 0.5, postscale: 3.0, segments }
     }
 
-    /// What they hold; around them nothing has changed.
+    /// Returns the values; the memory around them is unchanged.
     fn results(&self) -> Vec<Vec<u8>> {
         let result = |memory: &Memory| {
             let mut all = contents(memory);
@@ -63,7 +63,7 @@ fn large(dtype: DataType) -> usize {
     (300 << 10) / dtype.size() + 7
 }
 
-/// What every member has in the end, by whether its memory is shared.
+/// Returns every member's result, with and without shared memory.
 fn reduced(
     world: &Harness,
     dtype: DataType,

@@ -42,8 +42,8 @@ const MINOR: i32 = 76;
 /// Memory in the order of streams.
 const POOLS: i32 = 115;
 pub(crate) const NOT_SUPPORTED: i32 = 801;
-/// What a pool keeps of memory that was given back, in bytes, when somebody waits for a stream: other pools, the
-/// framework's too, cannot have it.
+/// Bytes of freed memory that a pool keeps when a stream is awaited: other pools, such as the framework's, cannot use
+/// that memory.
 const KEPT: u64 = 256 << 20;
 const KEEPS: i32 = 4;
 /// A stream that does not wait for the default one.
@@ -231,7 +231,7 @@ impl Driver {
         Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
     }
 
-    /// Whether memory of a device can be taken and given back in the order of streams.
+    /// Returns whether memory of a device can be taken and given back in the order of streams.
     pub(crate) fn has_pools(&self, ordinal: u32) -> bool {
         let mut there = 0;
         // SAFETY: the place lives across the call.
@@ -240,7 +240,7 @@ impl Driver {
         asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
     }
 
-    /// Whether memory can be shown to other processes, as far as its functions tell.
+    /// Returns whether memory can be shown to other processes, as far as its functions tell.
     pub(crate) fn has_windows(&self) -> bool {
         let table = &self.table;
         let own = table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
@@ -366,7 +366,7 @@ impl Context {
         Ok(stream)
     }
 
-    /// Whether work on a stream is noted down for a graph, and not done.
+    /// Returns whether work on a stream is noted down for a graph, and not done.
     ///
     /// # Errors
     /// `Driver`.
@@ -388,7 +388,7 @@ impl Context {
         Ok(mark)
     }
 
-    /// Whether everything before the mark is done.
+    /// Returns whether everything before the mark is done.
     ///
     /// # Errors
     /// `Driver` when the work failed.

@@ -70,7 +70,7 @@ impl Kind {
     }
 }
 
-/// Where to look.
+/// Folders to search.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
     /// Folders somebody named; they come first.
@@ -90,7 +90,7 @@ impl Places {
         Self { named, packages: packages.into_iter().collect() }
     }
 
-    /// Where a library may be, in order. Files need not exist, but for those named by a folder.
+    /// Returns the candidates for a library, in order. Files need not exist, but for those named by a folder.
     fn candidates(&self, kind: Kind) -> Vec<Candidate> {
         let files = || kind.files().iter();
         let mut all = Vec::new();

@@ -28,7 +28,7 @@ pub struct Gpus {
     driver: OnceLock<Result<Driver>>,
     nccl: OnceLock<Result<Nccl>>,
     known: Mutex<BTreeMap<u32, Arc<Gpu>>>,
-    /// Where kernels are kept for ranks that share a GPU; without it they meet in host memory.
+    /// Cache of kernels for ranks that share a GPU; without it they meet in host memory.
     kernels: Option<Cache>,
     /// Mailboxes that were named, for communicators to be formed.
     mailboxes: Mutex<Vec<Region>>,
@@ -139,7 +139,7 @@ impl Gpus {
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 
-    /// Why the members with these cards cannot have a communicator of NCCL, if so.
+    /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if so.
     fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
@@ -235,7 +235,7 @@ fn detour(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
-/// Whether members with these cards have one GPU, and find each other there.
+/// Returns whether members with these cards have one GPU, and find each other there.
 fn share(cards: &[Option<Card>]) -> bool {
     let [Some(first), others @ ..] = cards else { return false };
     let alike = |card: &Option<Card>| {

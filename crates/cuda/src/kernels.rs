@@ -38,15 +38,15 @@ const ALIGNMENT: u64 = 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Batch {
-    /// Where tensors are.
+    /// Addresses of the tensors.
     pub address: [u64; TENSORS],
     /// Their elements.
     pub count: [u64; TENSORS],
-    /// Where each lies in the buffer, in 16 bytes.
+    /// Start of each tensor in the buffer, in units of 16 bytes.
     pub start: [u32; TENSORS],
     /// Tiles of this tensor and of those before it.
     pub tiles: [u32; TENSORS],
-    /// How many.
+    /// Their number.
     pub tensors: u32,
 }
 
@@ -97,9 +97,9 @@ pub fn plan(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<Batch>, u64)> {
 pub struct Inputs {
     /// Every member's buffer, in member order.
     pub address: [u64; MEMBERS],
-    /// How many.
+    /// Their number.
     pub members: u32,
-    /// How elements combine, by its number.
+    /// Number of the operation that combines elements.
     pub op: u32,
     /// Multiplies inputs.
     pub prescale: f64,

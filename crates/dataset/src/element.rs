@@ -88,7 +88,7 @@ impl Element {
         Self::FIXED.into_iter().find(|element| element.name() == name)
     }
 
-    /// Whether it is a float.
+    /// Returns whether it is a float.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::Float32 | Self::Float64)
     }

@@ -58,7 +58,7 @@ pub struct Column {
     /// Largest value of a scalar number.
     #[serde(default)]
     pub max: Option<f64>,
-    /// Why no batch can hold it, if none can.
+    /// The reason why no batch can hold it, if none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }

@@ -3,7 +3,7 @@
 
 //! The numbers of operations and types in the door.
 
-/// Which collective.
+/// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Operation {
@@ -39,7 +39,7 @@ impl Operation {
     }
 }
 
-/// How a call ended.
+/// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Code {

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::progress::{BEAT, Inner};
 use crate::{Cause, Error, Result};
 
-/// How the background thread is reached.
+/// Access to the background thread.
 #[derive(Default)]
 pub(crate) struct Background {
     called: AtomicBool,
@@ -60,7 +60,7 @@ impl Background {
         self.answer()
     }
 
-    /// Whether it was called since the last answer.
+    /// Returns whether it was called since the last answer.
     fn answer(&self) -> bool {
         self.called.swap(false, Ordering::SeqCst)
     }

@@ -45,7 +45,7 @@ impl Agreed {
         Arc::new(Self::new(Arc::clone(&self.name), self.signature.clone(), self.rows.clone()))
     }
 
-    /// Whether it is an alltoall whose rows are not known.
+    /// Returns whether it is an alltoall whose rows are not known.
     pub(crate) fn is_undealt(&self) -> bool {
         matches!(self.signature.call, Call::Alltoall { .. }) && self.deal.get().is_none()
     }
@@ -137,7 +137,7 @@ impl Cache {
         self.slots.get(slot as usize)?.entry.as_ref()
     }
 
-    /// Whether the entry is still here.
+    /// Returns whether the entry is still here.
     pub(crate) fn holds(&self, id: CacheId) -> bool {
         self.slots
             .get(id.slot as usize)

@@ -48,7 +48,7 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    /// Why requests of this set are refused, if they are.
+    /// Returns the reason why requests of this set are refused, if they are.
     pub(crate) fn open(&self, set: usize) -> Result<()> {
         let left = || self.sets.get(&set).and_then(|names| names.left.as_ref());
         match self.stopped.as_ref().or_else(left) {
@@ -57,12 +57,12 @@ impl Desk {
         }
     }
 
-    /// Whether this rank has joined in the set.
+    /// Returns whether this rank has joined in the set.
     pub(crate) fn has_joined(&self, set: usize) -> bool {
         self.sets.get(&set).is_some_and(|names| names.joined.is_some())
     }
 
-    /// Whether a name is taken.
+    /// Returns whether a name is taken.
     pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
         self.sets.get(&set).is_some_and(|names| names.in_flight.contains(name))
     }
@@ -90,7 +90,7 @@ impl Desk {
         }
     }
 
-    /// Whether the result is there.
+    /// Returns whether the result is there.
     pub(crate) fn is_done(&self, handle: Handle) -> Result<bool> {
         match self.handles.get(&handle.0) {
             Some(State::Done(_)) => Ok(true),
@@ -99,7 +99,7 @@ impl Desk {
         }
     }
 
-    /// Whether there is something to wait for.
+    /// Returns whether there is something to wait for.
     pub(crate) fn is_pending(&self, handle: Handle) -> bool {
         matches!(self.is_done(handle), Ok(false))
     }

@@ -42,7 +42,7 @@ impl Devices {
         self.own.get().copied()
     }
 
-    /// Where memory is that lies in this place.
+    /// Returns the site of memory in this place.
     pub(crate) fn site(&self, place: Place) -> Site {
         match place {
             Place::Host => Site::Host,

@@ -43,7 +43,7 @@ pub struct Statistics {
     pub cache_hits: u64,
 }
 
-/// How long shutting down waits for peers to complete what this rank took part in, and to read its farewell.
+/// Time for which shutting down waits for peers to complete what this rank took part in, and to read its farewell.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
@@ -102,7 +102,7 @@ impl Engine {
         })
     }
 
-    /// Where this rank sits.
+    /// Returns this rank's place in the world.
     pub fn world(&self) -> &World {
         &self.inner.world
     }
@@ -112,7 +112,7 @@ impl Engine {
         self.devices.add(device);
     }
 
-    /// Whether requests may name memory of the device with this ordinal.
+    /// Returns whether requests may name memory of the device with this ordinal.
     pub fn has_device(&self, ordinal: u32) -> bool {
         self.devices.knows(ordinal)
     }
@@ -278,7 +278,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether `wait` would return at once. Quick: if nobody drives, the background thread is told to.
+    /// Returns whether `wait` would return at once. Quick: if nobody drives, the background thread is told to.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.
@@ -306,7 +306,7 @@ impl Engine {
         self.inner.wait(handle, deadline)
     }
 
-    /// Why the engine takes no more requests, if so.
+    /// Returns the reason why the engine takes no more requests, if so.
     pub fn stopped(&self) -> Option<Arc<Cause>> {
         self.inner.desk.lock().stopped().cloned()
     }

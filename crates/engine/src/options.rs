@@ -13,7 +13,7 @@ use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::{Observer, Tune};
 
-/// How the one thread that drives sleeps until a peer or a local thread has something for it.
+/// Sleep of the one driving thread until a peer or a local thread has work for it.
 ///
 /// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: whoever
 /// delivers something after `prepare` ends the `park`, also when it comes first.
@@ -30,7 +30,7 @@ pub trait ProgressHost: Send + Sync {
     /// Ends the current `park`, or the next one if `prepare` was called; any thread may call it.
     fn unpark(&self);
 
-    /// Whether every peer is alive.
+    /// Returns whether every peer is alive.
     ///
     /// # Errors
     /// `PeerLost` naming the first that is not.
@@ -51,8 +51,9 @@ pub struct Settings {
     pub group_fusion: bool,
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
-    /// How long a lost link may be followed by the reason: its peer's farewell, its report of what it stopped for, or the
-    /// word of whoever watches the processes. A peer that closed a link is most often not the one to blame.
+    /// Longest time between a lost link and the reason for it: its peer's farewell, its report of what it stopped
+    /// for, or the word of whoever watches the processes. A peer that closed a link is most often not the one to
+    /// blame.
     pub hearsay: Duration,
     /// Busy-waiting before a waiting thread sleeps.
     pub spin: Duration,
@@ -114,7 +115,7 @@ pub struct SetOptions {
 
 /// Everything an engine is made of.
 pub struct EngineOptions {
-    /// Where this rank sits.
+    /// This rank's place in the world.
     pub world: World,
     /// Knobs.
     pub settings: Settings,

@@ -26,11 +26,11 @@ use crate::desk::{Desk, Submission};
 use crate::set::{Finished, ProcessSet};
 use crate::{Cause, Completion, Error, Handle, ProgressHost, Result, Settings, Statistics};
 
-/// How often peers are told that this process lives, and looked at.
+/// Interval at which this process sends signs of life and checks its peers.
 pub(crate) const BEAT: Duration = Duration::from_millis(250);
 /// A waiter that does not get the progress lock tries again after this time at the latest.
 const RETRY: Duration = Duration::from_millis(50);
-/// How long a waiter spins for the progress lock before it sleeps.
+/// Time for which a waiter spins for the progress lock before it sleeps.
 const CONTEND: Duration = Duration::from_micros(20);
 
 /// The state under the progress lock.

@@ -14,7 +14,7 @@ use crate::tally::spans;
 
 /// Tensors of a rank that are named in a report.
 pub(crate) const NAMED: usize = 6;
-/// How long a process may take to say what its threads do.
+/// Longest time in which a process must report what its threads do.
 pub(crate) const STACK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
@@ -51,7 +51,7 @@ pub enum Stack {
     Text(String),
 }
 
-/// Where the stacks of this process are awaited.
+/// A pending answer with the stacks of this process.
 #[derive(Debug)]
 pub struct Answer(Arc<Slot>);
 
@@ -139,12 +139,12 @@ pub struct StallReport {
     pub absentees: Vec<Absentee>,
     /// For how long each rank has waited in a barrier, a join or a change of process sets that not all came to, if so.
     pub parted: Option<Duration>,
-    /// How long that may last.
+    /// Longest time for which that may last.
     pub ends: Option<Duration>,
 }
 
 impl StallReport {
-    /// Whether the engine stops because of it.
+    /// Returns whether the engine stops because of it.
     pub fn is_fatal(&self) -> bool {
         self.stalls.iter().any(|stall| stall.fatal)
     }

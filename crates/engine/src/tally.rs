@@ -34,7 +34,7 @@ pub(crate) enum Wish {
 #[derive(Debug)]
 pub(crate) struct Tally {
     pub(crate) since: Instant,
-    /// When its absentees were last reported upward.
+    /// Time of the last upward report of its absentees.
     pub(crate) reported: Option<Instant>,
     /// Sources that came: 0 is this member, `n + 1` its `n`th child.
     pub(crate) sources: Vec<u32>,
@@ -87,7 +87,7 @@ impl Tally {
         )
     }
 
-    /// Whether anybody put this tensor into this group.
+    /// Returns whether anybody put this tensor into this group.
     pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {
             Some(Wish::Known(_, entry, _)) => entry.signature.group == group,

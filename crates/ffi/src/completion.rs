@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use crate::message::Failure;
 use crate::names;
 
-/// Where the outcome goes.
+/// The receiver of an outcome.
 pub(crate) struct Receiver {
     done: Done,
     context: *mut c_void,

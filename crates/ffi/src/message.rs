@@ -10,7 +10,7 @@ use farandole::engine::Error;
 use farandole::world::Fault;
 use farandole_door::Code;
 
-/// Why a call failed.
+/// The reason why a call failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: Code,

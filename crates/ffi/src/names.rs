@@ -59,7 +59,7 @@ pub fn joined() {
     }
 }
 
-/// How often all ranks have joined in this process's session; none before there is one.
+/// Returns the number of times that all ranks have joined in this process's session; 0 before there is one.
 pub fn joins() -> u64 {
     session::current().map_or(0, |session| counted(&session, |counts| counts.joins))
 }

@@ -24,7 +24,7 @@ const BYTES: u32 = size_of::<Door>() as u32;
 
 static DOOR: Door = Door { version: VERSION, bytes: BYTES, submit, place, free: completion::free };
 
-/// How long one attended wait lasts before it is begun again; the engine's own deadlines end it.
+/// Longest attended wait before it begins again; the engine's own deadlines end it.
 const SLICE: Duration = Duration::from_secs(3600);
 
 /// The table of this process, valid until it ends.

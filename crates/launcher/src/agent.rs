@@ -21,9 +21,9 @@ use crate::gather::Gathered;
 use crate::master::master;
 use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
-/// How long reaching the registrar may take.
+/// Longest time to connect to the registrar.
 const DIAL: Duration = Duration::from_secs(20);
-/// How long the end of a worker may take to be reported.
+/// Longest time to report the end of a worker.
 const REPORT: Duration = Duration::from_secs(30);
 /// The same, when the job is over and the driver may be gone.
 const LATE_REPORT: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ const UNBUFFERED: &str = "PYTHONUNBUFFERED";
 /// Errors by which a worker says that somebody else failed first.
 const PEER_ERRORS: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
 
-/// Where a worker's lines go.
+/// The target of a worker's lines.
 #[derive(Clone)]
 pub enum Output {
     /// To the driver, through the registrar.
@@ -49,7 +49,7 @@ pub enum Output {
 /// The task of an agent.
 #[derive(Clone)]
 pub struct Task {
-    /// How to reach the registrar.
+    /// Address and secrets of the registrar.
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
@@ -70,17 +70,17 @@ pub struct Task {
     pub elastic: bool,
     /// Whether an agent whose worker has ended well waits for the others: one that is lost makes all begin again.
     pub together: bool,
-    /// Where its lines go.
+    /// Target of its lines.
     pub output: Output,
-    /// How long registration and assignment may take.
+    /// Longest time for registration and assignment.
     pub start_timeout: Duration,
-    /// How long the registrar may be silent before the worker is ended.
+    /// Longest time for which the registrar may be silent before the worker is ended.
     pub peer_timeout: Duration,
     /// The same for a registrar with a journal, which may come back; zero without one.
     pub outage: Duration,
 }
 
-/// How a worker ended.
+/// The outcome of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Its rank; `None` when the job ended before there were ranks.
@@ -95,14 +95,14 @@ pub struct Outcome {
     pub result: Option<Vec<u8>>,
     /// Whether something else ended it: the job's abort, or another rank's failure.
     pub aborted: bool,
-    /// Why the job ended, unless all was well.
+    /// The reason why the job ended, unless all was well.
     pub reason: Option<String>,
     /// No worker failed: another agent was lost or started again, and the task may register again.
     pub retry: bool,
 }
 
 impl Outcome {
-    /// Whether the worker did its work.
+    /// Returns whether the worker did its work.
     pub fn is_success(&self) -> bool {
         !self.aborted && self.how.as_ref().is_some_and(How::is_success)
     }
@@ -412,7 +412,7 @@ impl Run {
         }
     }
 
-    /// How long telling of a worker's end may take.
+    /// Returns the longest time for the report of a worker's end.
     fn time_of(&self, ended_by: Option<&Signal>) -> Duration {
         match ended_by {
             Some(Signal::Stop(_)) => LATE_REPORT,
@@ -480,7 +480,7 @@ impl Run {
     }
 }
 
-/// Whether a line of a traceback ends it with a peer's error.
+/// Returns whether a line of a traceback ends it with a peer's error.
 fn is_peer_error(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merged, parse_hostfile};
 use crate::shell::Shell;
 
-/// Where the MPI operator of Kubernetes puts the program.
+/// Folder in which the MPI operator of Kubernetes puts the program.
 const KUBECTL: &str = "/opt/kube/kubectl";
 
 /// Looks up variables of the environment, and reads files: a test replaces both.
@@ -33,7 +33,7 @@ pub trait Surroundings {
     /// The system's.
     fn file(&self, path: &str) -> std::io::Result<String>;
 
-    /// Whether a program can be started by this name or path.
+    /// Returns whether a program can be started by this name or path.
     fn program(&self, name: &str) -> bool;
 }
 

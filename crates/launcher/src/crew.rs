@@ -156,7 +156,7 @@ impl<'a> Crew<'a> {
         ended
     }
 
-    /// Whether everybody's end was heard of.
+    /// Returns whether everybody's end was heard of.
     pub(crate) fn is_done(&self) -> bool {
         self.agents.is_empty() && self.hosts.iter().all(|host| host.open.is_empty())
     }

@@ -20,7 +20,7 @@ const ASKED: &str = "GATHER";
 const KIND: &str = "timeline";
 /// Bytes in a piece.
 const PIECE: usize = 128 << 10;
-/// How long sending takes at most where the report of the worker's end has less time: the driver waits for it.
+/// Shortest limit for sending if the report of the worker's end has less time: the driver waits for it.
 const LEAST: Duration = Duration::from_secs(5);
 /// Pieces after which the registrar is waited for: more would push each other out.
 const UNCONFIRMED: usize = 16;

@@ -15,7 +15,7 @@ use crate::agent::{Agent, Output, Task};
 use crate::error::{Error, Result};
 use crate::orders::{Ended, GREETING, Hello, Kind, Order, read, write, write_json};
 
-/// How long one look at an agent takes; its end is heard of at once.
+/// Longest look at an agent; its end is noticed at once.
 const SLICE: Duration = Duration::from_secs(60);
 
 /// Serves one launcher: says who this is, takes an order from `input`, runs its workers, and tells `output` how each

@@ -156,7 +156,7 @@ pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     is_name(host).then_some((host, slots))
 }
 
-/// Whether it may be a host: what starts with a dash would be an option of the program that reaches it.
+/// Returns whether it may be a host: what starts with a dash would be an option of the program that reaches it.
 fn is_name(text: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '%');
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)

@@ -26,13 +26,14 @@ use crate::near::placements;
 use crate::report::Report;
 use crate::work::Work;
 
-/// How often the caller's wish is looked at.
+/// Interval at which the caller is asked whether to stop.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long other hosts may still take to answer once one has failed before anything ran: all that fail are told.
+/// Longest time in which other hosts must answer after one has failed before the start: the error names all that
+/// fail.
 const OTHERS: Duration = Duration::from_secs(10);
-/// How long a host whose agent fell silent may take to come back with its last words.
+/// Longest time in which a host whose agent fell silent must return with its last messages.
 const SILENT: Duration = Duration::from_secs(2);
-/// How long hosts may take to end their workers once the job is over.
+/// Longest time in which hosts must end their workers once the job is over.
 const ENDING: Duration = Duration::from_secs(20);
 
 /// The program to run, and the hosts.

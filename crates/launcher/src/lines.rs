@@ -10,7 +10,7 @@ const MAX_LINE: usize = 64 << 10;
 /// Longest line kept in a tail.
 const MAX_TAIL_LINE: usize = 4 << 10;
 
-/// How a line ended.
+/// The end of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     /// By a line feed, the end of the stream, or its length.

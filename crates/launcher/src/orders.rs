@@ -100,7 +100,7 @@ pub(crate) struct Order {
     pub(crate) outage_ms: u64,
 }
 
-/// How a task ended, or why it had no worker.
+/// The outcome of a task, or the reason why it had no worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Ended {
     task: u32,

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// The placeholder of the host in a shell's words.
 const HOST: &str = "{host}";
-/// How long ssh waits for a connection by default.
+/// Time that ssh waits for a connection by default.
 const CONNECT: Duration = Duration::from_secs(10);
 /// The longest that ssh waits for a connection.
 const LONGEST_CONNECT: Duration = Duration::from_secs(30);

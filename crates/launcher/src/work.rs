@@ -28,13 +28,13 @@ pub struct Work {
     pub payload: Option<Arc<Vec<u8>>>,
     /// Whether workers may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
-    /// How other hosts are reached.
+    /// The program that connects to other hosts.
     pub shell: Shell,
     /// The Python interpreter that has the package on other hosts.
     pub python: String,
     /// Version of this process's own interpreter, where workers read what it has pickled: then theirs must be the same.
     pub same_python: Option<String>,
-    /// How long workers continue without the launcher, which may be started again; zero if it may not.
+    /// Time for which workers continue without the launcher, which may be started again; zero if it may not.
     pub outage: Duration,
     /// The configuration of this process.
     pub config: Config,

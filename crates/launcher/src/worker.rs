@@ -29,14 +29,14 @@ use crate::spawn::spawn;
 
 /// Lines of stderr kept for the report of a failure.
 const TAIL: usize = 50;
-/// How long a worker may take to end after SIGTERM.
+/// Longest time in which a worker must end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a worker that was asked to end may take before it is told to: time for a last checkpoint.
+/// Time for a last checkpoint: a worker that was asked to end is ended after it.
 const ASKED: Duration = Duration::from_secs(10);
-/// How long the pipes may take to end once every process of the group has, not counting the time for which whoever
-/// takes the lines keeps them waiting.
+/// Longest time for the end of the pipes after every process of the group has ended, not counting the time for which
+/// the receiver of the lines keeps them waiting.
 const DRAIN: Duration = Duration::from_secs(2);
-/// How often it is asked whether the rest of the output is still wanted.
+/// Interval at which the caller is asked whether the rest of the output is still wanted.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// Takes a worker's lines; blocks to slow it down.
@@ -52,7 +52,7 @@ pub(crate) struct Start {
     pub(crate) take_line: TakeLine,
 }
 
-/// How a worker is ended, from gentle to harsh.
+/// A way to end a worker, from gentle to harsh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Manner {
     /// SIGINT, as Ctrl-C: Python raises `KeyboardInterrupt`.
@@ -80,11 +80,12 @@ pub(crate) struct Remains {
     pub(crate) result: Option<Vec<u8>>,
 }
 
-/// What tells the C library to keep the memory that a training step frees for the next step, which needs it again at
-/// once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel clears 100 MB of
-/// gradients again in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
-/// them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set them
-/// themselves. What stays unused for longer goes back all the same: `farandole.common.heap` sees to that.
+/// Variables with which the C library keeps the memory that a training step frees for the next step, which needs it
+/// again at once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel
+/// clears 100 MB of gradients again in every step: up to half of the step's time. The last one asks for huge pages,
+/// where the kernel gives them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all
+/// workers that do not set them themselves. What stays unused for longer goes back all the same:
+/// `farandole.common.heap` sees to that.
 pub const ALLOCATOR: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),

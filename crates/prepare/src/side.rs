@@ -32,7 +32,7 @@ const GROUPS: u64 = 8;
 /// A small partition is not cut finer than this.
 const GROUP_ROWS: u64 = 32;
 
-/// How rows become row groups.
+/// Sizes of row groups.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) store: Store,

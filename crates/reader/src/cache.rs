@@ -25,13 +25,13 @@ use crate::column::Selected;
 use crate::dataset::Dataset;
 use crate::error::{Error, Result};
 
-/// What all such files are called, before a user's number and a key.
+/// Prefix of the names of all such files, before a user's number and a key.
 const PREFIX: &str = "farandole-cache-";
 
-/// Where columns start.
+/// Alignment of columns.
 const PAGE: u64 = 4096;
 
-/// Where a block is.
+/// The place of a block.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     /// Number of its byte.
@@ -88,7 +88,7 @@ impl Cache {
         inside.then(|| (*place, part.rows.start - start))
     }
 
-    /// Whether the rows of a part are there.
+    /// Returns whether the rows of a part are there.
     pub(crate) fn has(&self, part: &Part) -> bool {
         let Some((place, _)) = self.find(part) else { return false };
         let mut flag = [0];
@@ -111,7 +111,7 @@ impl Cache {
         read.map_err(|source| Error::Cache { path: self.path.display().to_string(), source })
     }
 
-    /// Whether a part is all of a block, and there is room.
+    /// Returns the place for a part that is a whole block, if there is room.
     fn takes(&self, part: &Part) -> Option<Place> {
         let (place, before) = self.find(part)?;
         let whole = before == 0 && part.rows.end - part.rows.start == place.rows;

@@ -211,17 +211,17 @@ impl Dataset {
         Ok(())
     }
 
-    /// Where it is.
+    /// Returns its URL.
     pub fn url(&self) -> String {
         self.store.url()
     }
 
-    /// What is in it.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Whether there was a manifest.
+    /// Returns whether there was a manifest.
     pub fn is_prepared(&self) -> bool {
         self.prepared
     }
@@ -231,7 +231,7 @@ impl Dataset {
         self.manifest.columns.iter().map(Field::of).collect()
     }
 
-    /// Where the pages of a leaf of a row group of a file are, looked up once.
+    /// Returns the places of the pages of a leaf of a row group of a file, looked up once.
     pub(crate) fn spots(
         &self,
         (file, group, leaf): (usize, usize, usize),

@@ -33,13 +33,13 @@ const EARLY_BYTES: u64 = 32 << 20;
 /// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
 const FETCHERS: usize = 32;
 
-/// What the names of such threads begin with.
+/// Prefix of the names of such threads.
 const FETCHER: &str = "fd-fetch-";
 
-/// How long the end of an epoch waits for answers of a store.
+/// Longest time for which the end of an epoch waits for answers of a store.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What an epoch is made with.
+/// The settings of an epoch.
 pub(crate) struct Setup {
     pub(crate) dataset: Arc<Dataset>,
     pub(crate) selected: Arc<[Selected]>,
@@ -62,7 +62,7 @@ struct Shared {
     ready: Condvar,
 }
 
-/// What came within the time that the consumer wanted to wait.
+/// The result of a wait for the next batch.
 #[derive(Debug)]
 pub enum Next {
     /// The next batch.
@@ -194,7 +194,7 @@ impl Drop for Epoch {
 }
 
 impl Setup {
-    /// Why an epoch cannot start with this budget: the manifest may say more than is so.
+    /// Explains why an epoch cannot start with this budget: the manifest may say more than is so.
     fn refused(&self, error: Error) -> Error {
         match (error, self.dataset.overstated()) {
             (Error::Budget { budget, .. }, Ok(Some(Overstated { file, group, claimed, found }))) => {
@@ -246,7 +246,7 @@ impl Setup {
     }
 }
 
-/// How the budget is shared out.
+/// The parts of the budget.
 struct Share {
     blocks: u64,
     ahead: u64,

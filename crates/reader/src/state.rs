@@ -119,8 +119,8 @@ impl State {
         Some((part, block.saturating_add(besides)))
     }
 
-    /// Whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked against the
-    /// budget at its start.
+    /// Returns whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked
+    /// against the budget at its start.
     fn fits(&self, bytes: u64) -> bool {
         self.held == 0 || self.held.saturating_add(bytes) <= self.budget
     }
@@ -157,7 +157,8 @@ impl State {
         }
     }
 
-    /// Whether nothing can be loaded before blocks are let go, and the next batch waits for what has to be loaded.
+    /// Returns whether nothing can be loaded before blocks are let go, and the next batch waits for what has to be
+    /// loaded.
     fn is_tight(&self) -> bool {
         let stuck = self.loading == 0 && self.copying == 0 && self.pending.is_some();
         stuck && self.head().is_some_and(|(_, bytes)| !self.fits(bytes))
@@ -254,12 +255,12 @@ impl State {
         Some(batch)
     }
 
-    /// Whether all batches were taken.
+    /// Returns whether all batches were taken.
     pub(crate) fn finished(&self) -> bool {
         self.next_out >= self.steps
     }
 
-    /// Whether so few batches are ahead of the consumer that a thread should wake up.
+    /// Returns whether so few batches are ahead of the consumer that a thread should wake up.
     pub(crate) fn hungry(&self) -> bool {
         self.next_step < self.steps && self.next_step - self.next_out <= self.ahead / 2
     }

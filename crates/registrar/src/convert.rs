@@ -44,7 +44,7 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
     wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
 }
 
-/// Whether the ranks are those of the rule of assignment.
+/// Returns whether the ranks are those of the rule of assignment.
 fn follows_rule(world: &World) -> bool {
     let places: Vec<TaskPlace> =
         world.seats.iter().map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() }).collect();
@@ -121,7 +121,7 @@ fn is_digit(letter: u8) -> bool {
     matches!(letter, b'0'..=b'9' | b'a'..=b'f')
 }
 
-/// How many bytes two names have in common, and what the second one has besides.
+/// Returns the number of bytes that two names have in common, and the rest of the second one.
 fn split_at_difference<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
     let same = one.chars().zip(other.chars()).take_while(|(left, right)| left == right);
     let shared = same.map(|(letter, _)| letter.len_utf8()).sum::<usize>();

@@ -32,7 +32,7 @@ pub struct Exit {
     pub stderr_tail: Vec<String>,
 }
 
-/// Why a generation ended before its work was done.
+/// The reason why a generation ended before its work was done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// A sentence naming the rank that failed first, if one did.
@@ -44,7 +44,7 @@ pub struct Verdict {
 }
 
 impl How {
-    /// Whether the worker did its work.
+    /// Returns whether the worker did its work.
     pub fn is_success(&self) -> bool {
         matches!(self, Self::Code(0))
     }

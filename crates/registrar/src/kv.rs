@@ -17,7 +17,7 @@ pub(crate) const MAX_VALUE: usize = 1 << 20;
 /// Most bytes of keys and values together.
 const MAX_TOTAL: usize = 256 << 20;
 
-/// Why a value was not taken.
+/// The reason why a value was not taken.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Full {
     #[error("a key has at most {MAX_KEY} bytes, this one has {length}")]

@@ -63,7 +63,7 @@ struct Member {
 /// Hears of a world that has formed before its ranks do.
 type Note = Box<dyn Fn(&Formed) + Send>;
 
-/// Why a world cannot form.
+/// The reason why a world cannot form.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Apart {
     /// Another process has the asking rank.
@@ -116,7 +116,7 @@ pub(crate) struct Meetings {
     ranks: HashMap<u32, Asker>,
     waiting: HashMap<Members, Group>,
     note: Option<Note>,
-    /// Where there is a note: the worlds that have formed.
+    /// The worlds that have formed, if there is a note.
     formed: Vec<Formed>,
 }
 
@@ -219,7 +219,7 @@ impl Meetings {
         met
     }
 
-    /// Why the `first`th world of the asking rank cannot be this one, if it cannot.
+    /// Returns the reason why the `first`th world of the asking rank cannot be this one, if it cannot.
     fn obstacle(&self, ask: &Ask, first: usize) -> Option<Apart> {
         ask.members.iter().filter(|rank| **rank != ask.rank).find_map(|rank| {
             let other = self.ranks.get(rank)?;
@@ -262,7 +262,7 @@ impl Meetings {
         }
     }
 
-    /// Those who wait for this world hear why it cannot form.
+    /// Tells the ranks that wait for this world why it cannot form.
     fn part(&mut self, members: &Members, apart: &Apart) {
         if let Some(group) = self.waiting.remove(members) {
             for rank in group.cards.keys() {

@@ -41,7 +41,7 @@ impl Token {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Whether `hex` is this token's text, in a time that does not depend on where they differ.
+    /// Returns whether `hex` is this token's text, in a time that does not depend on where they differ.
     pub(crate) fn matches(&self, hex: &[u8]) -> bool {
         self.hex().as_bytes().ct_eq(hex).into()
     }
@@ -50,7 +50,7 @@ impl Token {
 /// SHA-256 of a certificate.
 pub(crate) type Fingerprint = [u8; 32];
 
-/// Where a job's registrar is, how to know it, and the secret it asks for. Whoever holds it may join the job.
+/// The address of a job's registrar, its identity, and the secret it asks for. Whoever holds it may join the job.
 #[derive(Clone)]
 pub struct Ticket {
     pub(crate) token: Token,
@@ -69,7 +69,7 @@ impl Ticket {
         &self.job_id
     }
 
-    /// Where its registrar listens, `host:port`, the likeliest first.
+    /// Returns the addresses of its registrar, `host:port`, the likeliest first.
     pub fn addresses(&self) -> &[String] {
         &self.addresses
     }

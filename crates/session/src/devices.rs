@@ -58,7 +58,7 @@ pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
     })
 }
 
-/// Where compiled kernels are kept: in the user's own cache.
+/// Returns the folder of compiled kernels: in the user's own cache.
 fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let home = || variable("HOME").map(|home| PathBuf::from(home).join(".cache"));
     let cache = variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
@@ -67,7 +67,7 @@ fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
 }
 
 impl Session {
-    /// Whether operations may name memory of GPUs.
+    /// Returns whether operations may name memory of GPUs.
     pub fn takes_devices(&self) -> bool {
         self.gpu_tensors != GpuTensors::Copied
     }

@@ -10,7 +10,7 @@ use farandole_world::{Fault, ProcessSetId, Rank};
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// How ranks that others have started meet.
+/// Ways in which ranks that others have started meet.
 const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in ~/.farandole, if they share it, \
     in the directory that FARANDOLE_RENDEZVOUS names, or at FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same \
     FARANDOLE_JOB_SECRET everywhere; the starter must forward these variables (mpirun -x, srun --export)";
@@ -58,7 +58,7 @@ pub enum Error {
     Worlds {
         /// The rank that asked for another one.
         rank: Rank,
-        /// That one.
+        /// The version of the other rank.
         theirs: String,
         /// The calling rank.
         own: Rank,
@@ -96,7 +96,7 @@ pub enum Error {
     NoWay {
         /// The launcher that started them.
         starter: &'static str,
-        /// How many.
+        /// Their number.
         size: u32,
         /// The reason why they cannot meet.
         reason: String,

@@ -77,7 +77,7 @@ pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
 }
 
-/// How allreduces are to be done.
+/// Returns the rules for the algorithms of allreduces.
 ///
 /// # Errors
 /// The knob's value is none, or names a file that cannot be read or holds none.

@@ -87,7 +87,7 @@ fn next(client: &Client, left: &Left, interrupted: &mut Interrupted<'_>) -> Resu
     }
 }
 
-/// Whether somebody else's failure kept a world from forming, so that another may.
+/// Returns whether somebody else's failure kept a world from forming, so that another may.
 fn is_a_peers(error: &Error) -> bool {
     match error {
         Error::Registrar(RegistrarError::Aborted { retry, .. }) => *retry,

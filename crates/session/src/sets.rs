@@ -46,9 +46,9 @@ struct Table {
     next: u32,
     /// Whether sets may be added and removed.
     dynamic: bool,
-    /// Those that `init` was asked for, and that still stand.
+    /// The sets that `init` was asked for, and that still exist.
     given: BTreeSet<ProcessSetId>,
-    /// Those of the world before, when this one has taken its sets over.
+    /// The sets of the world before, if this one has taken them over.
     carried: Option<BTreeSet<ProcessSetId>>,
 }
 
@@ -114,8 +114,8 @@ impl Session {
         self.sets.table.read().sets.clone()
     }
 
-    /// Where this world has taken over the sets of the world before, those of them that `init` was asked for when the
-    /// job began; `None` where it has started with what `init` was asked for.
+    /// Returns the sets that this world has taken over from the world before, of those that `init` was asked for when
+    /// the job began; `None` if it has started with those that `init` was asked for.
     pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
         let table = self.sets.table.read();
         table.carried.as_ref().map(|_| table.given.clone())

@@ -37,8 +37,8 @@ impl Observer for Events {
     }
 }
 
-/// Where a thread of the interpreter waits to be asked what the others do. It sleeps in `read` and costs nothing; no
-/// thread of the engine ever waits for it, nor for the interpreter's lock.
+/// A desk at which a thread of the interpreter waits for requests of the other threads' stacks. It sleeps in `read`
+/// and costs nothing; no thread of the engine ever waits for it, nor for the interpreter's lock.
 #[derive(Debug, Default)]
 pub struct Stacks(Mutex<Desk>);
 

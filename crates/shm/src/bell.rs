@@ -85,7 +85,7 @@ impl Bell {
         self.page().parked.0.unpark();
     }
 
-    /// Whether the owner asks to be rung.
+    /// Returns whether the owner asks to be rung.
     pub fn parked(&self) -> bool {
         self.page().parked.0.is_set()
     }
@@ -133,7 +133,7 @@ impl Bell {
         }
     }
 
-    /// Whether the owner left in order.
+    /// Returns whether the owner left in order.
     pub fn closed(&self) -> bool {
         self.page().closed.0.load(Ordering::Acquire) != 0
     }

@@ -57,7 +57,7 @@ impl Guard {
         Self { token: token() }
     }
 
-    /// Whether this is still the process of [`Guard::new`].
+    /// Returns whether this is still the process of [`Guard::new`].
     pub fn intact(&self) -> bool {
         self.token == token()
     }

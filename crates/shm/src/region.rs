@@ -32,7 +32,7 @@ struct Head {
 // SAFETY: atomics only.
 unsafe impl Shared for Head {}
 
-/// Where a region is found, and how it is known to be the one.
+/// The place of a region, and the proof that it is the right one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RegionCard {
     /// The owner's process.
@@ -126,17 +126,17 @@ impl Region {
         self.mapping.data(0)
     }
 
-    /// Whether it is no longer its owner's memory: there is no use for it but to unmap it.
+    /// Returns whether it is no longer its owner's memory: there is no use for it but to unmap it.
     pub fn retired(&self) -> bool {
         self.head().retired.load(Ordering::Acquire) != 0
     }
 
-    /// Whether others may be told of it: by its owner, in the process that created it.
+    /// Returns whether others may be told of it: by its owner, in the process that created it.
     pub fn is_shareable(&self) -> bool {
         self.file.is_some() && self.guard.intact() && !self.retired()
     }
 
-    /// Whether this is the process that mapped it, and no child of it.
+    /// Returns whether this is the process that mapped it, and no child of it.
     pub fn is_intact(&self) -> bool {
         self.guard.intact()
     }

@@ -173,7 +173,7 @@ impl Producer {
         self.ring.used(self.tail, self.ring.cursors().released())
     }
 
-    /// Whether the consumer was dropped.
+    /// Returns whether the consumer was dropped.
     pub fn closed(&self) -> bool {
         self.ring.half(CONSUMER).closed.load(Ordering::Acquire) != 0
     }
@@ -262,7 +262,7 @@ impl Consumer {
         self.ring.used(self.ring.cursors().committed(), self.head)
     }
 
-    /// Whether the producer was dropped; what it had committed is still there.
+    /// Returns whether the producer was dropped; what it had committed is still there.
     pub fn closed(&self) -> bool {
         self.ring.half(PRODUCER).closed.load(Ordering::Acquire) != 0
     }

@@ -76,7 +76,7 @@ impl Parked {
         self.0.store(0, Ordering::SeqCst);
     }
 
-    /// Whether the owner asks to be rung.
+    /// Returns whether the owner asks to be rung.
     pub(crate) fn is_set(&self) -> bool {
         self.0.load(Ordering::SeqCst) != 0
     }

@@ -93,7 +93,7 @@ impl<'a> Collective<'a> {
         Plan::new(&self.places, bytes, WIDTH, self.capacity, &self.crossover).ok_or_else(too_small)
     }
 
-    /// How long it takes.
+    /// Simulates an allreduce.
     ///
     /// # Errors
     /// `Messages` when there are too many for hosts that are not alike.

@@ -41,7 +41,7 @@ pub struct Cluster {
     pub loss: f64,
     /// Hosts that are slower than the others.
     pub stragglers: u32,
-    /// How many times longer a slow host takes for everything its processors do.
+    /// Factor by which all work of its processors takes longer on a slow host.
     pub slowdown: f64,
     /// The rate at which one core copies.
     pub copy_rate: f64,
@@ -89,7 +89,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Whether it can be simulated.
+    /// Returns whether it can be simulated.
     ///
     /// # Errors
     /// `Cluster` naming the fact that is wrong.

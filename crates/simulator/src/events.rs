@@ -90,7 +90,7 @@ struct Run<'a> {
     /// The steps that come after each, one list after the other.
     next: Vec<u32>,
     starts: Vec<u32>,
-    /// Where what a step sends is received.
+    /// Receiver of each step's send.
     partner: Vec<u32>,
     /// The work of each rank's core, and its queue.
     cores: Vec<Core>,
@@ -279,7 +279,7 @@ fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
     next
 }
 
-/// Where each send is received: the first send from one rank to another by the first receive, and so on.
+/// Returns the receiver of each send: the first send from one rank to another by the first receive, and so on.
 fn partners(actions: &[Action], ranks: &[u32], receives: &HashMap<(u32, u32), Vec<usize>>) -> Vec<u32> {
     let mut sent: HashMap<(u32, u32), usize> = HashMap::new();
     let mut partner = |rank: u32, to: u32| {

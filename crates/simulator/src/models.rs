@@ -13,7 +13,7 @@ const BYTES: u64 = 4;
 /// One tensor of parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
-    /// Where it is in the model.
+    /// Place in the model.
     pub name: String,
     /// Bytes of its gradient.
     pub bytes: u64,
@@ -30,7 +30,7 @@ pub struct Model {
     pub layers: Vec<Layer>,
     /// Passes on one GPU, unless somebody says otherwise.
     pub timing: Timing,
-    /// Where these times come from.
+    /// Source of these times.
     pub source: &'static str,
 }
 

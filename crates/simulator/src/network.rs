@@ -50,7 +50,7 @@ impl Network {
         Cost { core, memory: bytes }
     }
 
-    /// When a core is done with something that it begins now.
+    /// Returns the time at which a core ends a task that it begins now.
     pub(crate) fn work(&mut self, now: f64, host: usize, slow: bool, cost: Cost) -> f64 {
         let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
         let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
@@ -76,7 +76,7 @@ impl Network {
         bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
     }
 
-    /// How much later a message comes because packets of it were lost; `chance` is a number for it from 0 to 1.
+    /// Returns the delay of a message whose packets were lost; `chance` is a number for it from 0 to 1.
     pub(crate) fn retransmission(&self, bytes: f64, messages: f64, chance: f64) -> f64 {
         let arrives = 1.0 - self.cluster.loss;
         if arrives >= 1.0 {

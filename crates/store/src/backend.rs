@@ -19,8 +19,8 @@ use crate::wait::Waiter;
 /// The memory stores of this process, by name.
 static MEMORY: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
 
-/// What makes a remote backend: two stores that agree in it share connections. The process is part of it, since a
-/// forked child can use none of its parent's connections.
+/// The identity of a remote backend: two stores with the same one share connections. The process is part of it, since
+/// a forked child can use none of its parent's connections.
 type Recipe = (u32, String, Options);
 
 /// The remote backends of this process.
@@ -79,7 +79,7 @@ impl Backend {
         }
     }
 
-    /// How to wait for it.
+    /// Returns its way of waiting.
     pub(crate) fn waiter(&self) -> Waiter {
         match self {
             Self::Here(_) => Waiter::Here,

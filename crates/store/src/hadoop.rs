@@ -58,7 +58,7 @@ fn check_reader() -> Result<()> {
     }
 }
 
-/// Whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
+/// Returns whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
 pub(crate) fn is_leaving(name: &str) -> bool {
     let number = name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
@@ -68,9 +68,9 @@ pub(crate) fn is_leaving(name: &str) -> bool {
 #[derive(Debug)]
 pub(crate) struct Patient<S> {
     inner: Arc<S>,
-    /// How long what passes is waited for.
+    /// Longest wait for a transient failure to pass.
     patience: Duration,
-    /// How long an answer without data may take.
+    /// Longest time for an answer without data.
     answer: Duration,
 }
 
@@ -122,7 +122,7 @@ fn said(error: &Error) -> Option<&HdfsError> {
     None
 }
 
-/// Whether the same question may have another answer soon.
+/// Returns whether the same question may have another answer soon.
 fn passes(error: &Error) -> bool {
     use std::io::ErrorKind;
     match said(error) {

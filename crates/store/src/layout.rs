@@ -3,7 +3,7 @@
 
 //! Names of data and runs below a prefix.
 
-/// Where runs and prepared data are, as URLs or paths in the form of the prefix.
+/// Places of runs and prepared data, as URLs or paths in the form of the prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     prefix: String,

@@ -31,10 +31,10 @@ use crate::store::{Item, Store};
 const LEASE: &str = "_lease-";
 const USE: &str = "_use-";
 
-/// How long a process counts that cannot be seen.
+/// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// How long a file counts that says nothing: it may just be about to be written.
+/// Time for which a file without content counts: it may just be about to be written.
 const WRITING: Duration = Duration::from_secs(60);
 
 /// Tells the uses of one process apart.
@@ -51,7 +51,7 @@ struct Holder {
     /// The process namespace, in which the number counts.
     #[serde(default)]
     namespace: Option<String>,
-    /// When it was started, in the kernel's ticks: numbers of processes are given out again.
+    /// Start time, in the kernel's ticks: process ids are used again.
     #[serde(default)]
     started: Option<u64>,
     /// Seconds since the epoch.
@@ -110,7 +110,7 @@ fn namespace() -> Option<String> {
     Some(std::fs::read_link("/proc/self/ns/pid").ok()?.display().to_string())
 }
 
-/// When a process was started; `None` when there is none, or only the remains of one.
+/// Returns the start time of a process; `None` if there is none, or only the remains of one.
 fn started(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The program's name, in brackets, may hold anything.
@@ -119,7 +119,7 @@ fn started(pid: u32) -> Option<u64> {
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-/// Whether the process that left `item` counts.
+/// Returns whether the process that left `item` counts.
 fn counts(store: &Store, item: &Item, now: SystemTime) -> Result<bool> {
     let text = match store.read(&item.name) {
         Ok(text) => text,
@@ -237,7 +237,7 @@ pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
     Ok(true)
 }
 
-/// Whether nobody uses the directory.
+/// Returns whether nobody uses the directory.
 ///
 /// # Errors
 /// A backend that cannot be asked.

@@ -7,7 +7,7 @@ use std::path::{Component, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Where Databricks mounts its file system.
+/// Folder at which Databricks mounts its file system.
 const DBFS: &str = "/dbfs";
 /// Stands in for `/dbfs` where there is none, as in tests.
 const DBFS_ROOT: &str = "FARANDOLE_DBFS_ROOT";
@@ -45,7 +45,7 @@ pub(crate) enum Location {
     Local(PathBuf),
     /// A store of this process, by name, and the path within it.
     Memory {
-        /// Which one.
+        /// Name of the variable.
         name: String,
         /// Path, without a leading slash.
         path: String,

@@ -135,7 +135,7 @@ fn keys<K: FromStr>(service: Service, root: &str, options: &Options) -> Result<V
     named(service, options).into_iter().map(read).collect()
 }
 
-/// Whether an endpoint is plain HTTP: `http://` is taken as the user's decision.
+/// Returns whether an endpoint is plain HTTP: `http://` is taken as the user's decision.
 fn is_plain(endpoint: Option<&String>) -> bool {
     endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }

@@ -25,7 +25,7 @@ pub struct Upload {
     waiter: Waiter,
     sent: VecDeque<JoinHandle<object_store::Result<()>>>,
     path: String,
-    /// Where it appears, on a local file system.
+    /// Path at which it appears, on a local file system.
     local: Option<PathBuf>,
     pending: Vec<Bytes>,
     pending_bytes: usize,

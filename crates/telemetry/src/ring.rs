@@ -15,7 +15,7 @@ pub trait Weight {
     /// Bytes it counts for.
     fn weight(&self) -> usize;
 
-    /// Whether it may be dropped to make room.
+    /// Returns whether it may be dropped to make room.
     fn droppable(&self) -> bool {
         true
     }
@@ -96,7 +96,7 @@ impl<T: Weight> Ring<T> {
         self.arrived.notify_all();
     }
 
-    /// Whether the ring is closed and empty.
+    /// Returns whether the ring is closed and empty.
     pub fn is_finished(&self) -> bool {
         let inner = self.inner.lock();
         inner.closed && inner.records.is_empty()

@@ -19,7 +19,7 @@ pub(crate) enum Code {
     Internal = 13,
 }
 
-/// Why a kernel failed.
+/// The reason why a kernel failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: Code,

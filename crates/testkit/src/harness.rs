@@ -12,7 +12,7 @@ use farandole_world::{HostHash, Rank};
 
 use crate::cut_after;
 
-/// How long anything may take that should take milliseconds.
+/// Longest time for actions that should take milliseconds.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Builds worlds of threads.

@@ -99,7 +99,7 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
     })
 }
 
-/// Where a connection leads, for messages.
+/// Returns the peer's address, for messages.
 pub(crate) fn of_peer(socket: impl AsFd) -> String {
     let address = getpeername(socket).ok().flatten().and_then(|address| SocketAddr::try_from(address).ok());
     address.map_or("an unknown address".to_owned(), |address| address.to_string())

@@ -14,7 +14,8 @@ use farandole_world::{HostHash, Rank};
 
 use crate::{Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, frames};
 
-/// Whether records of this process go in clear, for measurements of what sealing costs; both ends are in this process.
+/// Returns whether records of this process go in clear, for measurements of what sealing costs; both ends are in this
+/// process.
 pub fn send_in_clear(clear: bool) {
     crate::record::IN_CLEAR.store(clear, std::sync::atomic::Ordering::Relaxed);
 }

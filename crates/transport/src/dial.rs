@@ -26,13 +26,14 @@ use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
 const PAUSE: Duration = Duration::from_millis(50);
-/// How long addresses are tried: their rank listened before it published them, so waiting longer changes nothing.
+/// Time for which addresses are tried: their rank listened before it published them, so waiting longer changes
+/// nothing.
 const REACH: Duration = Duration::from_secs(30);
 
 const LAST_LOOK: Duration = Duration::from_millis(1);
 pub(crate) const LATE: &str = "no answer in time";
 
-/// Why one attempt failed.
+/// The reason why one attempt failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// Nobody listens there.
@@ -83,7 +84,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// How long a peer that can be connected to has not answered.
+/// The silence of a peer that accepts connections.
 #[derive(Debug, Default)]
 pub(crate) struct Silence {
     since: Option<Instant>,
@@ -97,7 +98,7 @@ impl Silence {
         self.attempts += 1;
     }
 
-    /// Whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
+    /// Returns whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
     pub(crate) fn is_death(&self, timeout: Duration) -> bool {
         self.attempts > 1 && self.since.is_some_and(|since| since.elapsed() >= timeout)
     }
@@ -115,7 +116,7 @@ impl Wait<'_> {
         if (self.give_up)() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// When an attempt to reach a peer ends. A silent peer is met twice within the timeout.
+    /// Returns the time at which an attempt to reach a peer ends. A silent peer is met twice within the timeout.
     pub(crate) fn attempt(&self, shared: &Shared) -> Instant {
         self.deadline.min(Instant::now() + self.patience(shared))
     }
@@ -232,8 +233,8 @@ pub(crate) fn any(
     }
 }
 
-/// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its service
-/// thread then hangs up, which the kernel, accepting for a stopped process, does not.
+/// Returns whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its
+/// service thread then hangs up, which the kernel, accepting for a stopped process, does not.
 pub(crate) fn listens(
     local_name: Option<&str>,
     addresses: &[SocketAddr],

@@ -81,7 +81,7 @@ pub trait LinkReceiver: Send {
 pub struct Link {
     /// The rank at the other end.
     pub peer: Rank,
-    /// What carries it.
+    /// Carrier of the link.
     pub kind: LinkKind,
     /// Bytes either ring holds; a window is never larger.
     pub capacity: usize,

@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use self::sleepers::{Place, Sleepers};
 use crate::{Error, Result};
 
-/// Why [`Parker::park`] returned.
+/// The reason why [`Parker::park`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     /// Something may have happened: poll. May be said without a cause.
@@ -38,7 +38,7 @@ struct Shared {
     guard: Guard,
 }
 
-/// Where the threads of a process sleep; clones share it.
+/// A place in which the threads of a process sleep; clones share it.
 #[derive(Clone)]
 pub struct Parker {
     shared: Arc<Shared>,

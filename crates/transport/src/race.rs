@@ -27,7 +27,7 @@ struct Runner {
     deadline: Instant,
 }
 
-/// What became of an address.
+/// The result of an attempt to reach an address.
 pub(crate) struct Outcome {
     pub(crate) address: SocketAddr,
     pub(crate) began: Instant,
@@ -39,7 +39,7 @@ pub(crate) struct Outcome {
 pub(crate) struct Race {
     waiting: VecDeque<SocketAddr>,
     running: Vec<Runner>,
-    /// When the next address begins at the latest.
+    /// Latest start of the attempt for the next address.
     next: Instant,
     deadline: Instant,
     /// The longest one address may take.

@@ -11,7 +11,7 @@ use crate::budget::Lease;
 use crate::peer::Peer;
 use crate::{LinkReceiver, LinkSender, Result};
 
-/// What a link says of a peer that dropped its half.
+/// Message of a link whose peer dropped its half.
 const CLOSED: &str = "it closed the link";
 
 pub(crate) struct RingSender {

@@ -43,7 +43,7 @@ pub(crate) struct Retired {
     pub(crate) peer: Arc<Peer>,
 }
 
-/// Where an arrival belongs: channel, peer, number of the connection.
+/// The target of an arrival: channel, peer, number of the connection.
 pub(crate) type Place = (u32, Rank, u16);
 
 pub(crate) struct Shared {
@@ -155,8 +155,8 @@ impl Shared {
         }
     }
 
-    /// What will tell the end of a local peer: its pidfd, or else the socket of the first handshake. If either lacks a
-    /// pidfd, both keep that socket.
+    /// Returns the descriptor that shows the end of a local peer: its pidfd, or else the socket of the first
+    /// handshake. If either lacks a pidfd, both keep that socket.
     pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, first: bool) -> Option<End> {
         match pidfd {
             None if first => Some(End::Socket(socket)),

@@ -21,7 +21,7 @@ fn options(rank: u32, size: u32) -> MeshOptions {
     options
 }
 
-/// Where rank 0 listens, as a stranger on the host would find out.
+/// Returns rank 0's address, as a stranger on the host would find it.
 fn address(meeting: &MemoryRendezvous) -> SocketAddr {
     let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
     let card = String::from_utf8(card).unwrap();

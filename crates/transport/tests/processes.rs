@@ -31,7 +31,7 @@ const NO_PIDFD: &str = "FARANDOLE_TEST_NO_PIDFD";
 /// Channels of links besides the first, where there are no pidfds.
 const LATER: std::ops::Range<u32> = 2..10;
 const TIMEOUT: Duration = Duration::from_millis(600);
-/// How long a busy machine may keep threads waiting for a core.
+/// Longest time for which threads wait for a core on a busy machine.
 const LATE: Duration = Duration::from_millis(250);
 /// As in the mesh.
 const PROBE: Duration = Duration::from_secs(1);
@@ -166,7 +166,7 @@ impl Peer {
         Self { other, mesh, link: Some(link) }
     }
 
-    /// How long it takes, and what is told, until the link of a sleeping rank fails after `signal`.
+    /// Measures the time until the link of a sleeping rank fails after `signal`, and returns the error, too.
     fn lost_after(&mut self, signal: Signal) -> (Duration, String) {
         let (mut sender, mut receiver) = frames(self.link.take().unwrap());
         let parker = self.mesh.parker();

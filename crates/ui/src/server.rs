@@ -36,9 +36,9 @@ const TOKEN_BYTES: usize = 16;
 const AT_ONCE: usize = 8;
 /// Connections that are open at the same time.
 const CONNECTIONS: usize = 128;
-/// How long a connection may stay open before a request on it has the token.
+/// Longest life of a connection before a request on it has the token.
 const UNPROVEN: Duration = Duration::from_secs(5);
-/// How long a client with the token may take to send the headers of its next request.
+/// Longest time for a client with the token to send the headers of its next request.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The pause after a failed attempt to accept a connection.
 const RETRY: Duration = Duration::from_millis(50);

@@ -47,12 +47,12 @@ impl Source {
         self.store.url()
     }
 
-    /// How old a listing may be.
+    /// Returns the greatest age of a listing.
     pub(crate) fn patience(&self) -> Duration {
         if self.store.is_remote() { Duration::from_secs(5) } else { Duration::from_millis(500) }
     }
 
-    /// How many files are read at once.
+    /// Returns the number of files that are read at once.
     pub(crate) fn readers(&self) -> usize {
         if self.store.is_remote() { 16 } else { 4 }
     }

@@ -203,7 +203,7 @@ mod tests {
             }
         }
 
-        /// Where ranks of a host follow each other, both rules give one world.
+        /// Gives one world by both rules if ranks of a host follow each other.
         #[test]
         fn both_rules_agree_where_tasks_of_a_host_follow_each_other(sizes in prop::collection::vec(1usize..5, 1..6)) {
             let hosts = sizes.iter().enumerate().flat_map(|(host, size)| std::iter::repeat_n(host, *size));

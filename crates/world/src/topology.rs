@@ -29,7 +29,7 @@ pub struct Seat {
 /// All ranks of one generation, seen from one of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct World {
-    /// Which world of the job this is.
+    /// Number of this world in the job.
     pub generation: Generation,
     /// The rank that looks.
     pub rank: Rank,
@@ -136,7 +136,7 @@ impl World {
             .collect()
     }
 
-    /// Whether every host has the same number of ranks.
+    /// Returns whether every host has the same number of ranks.
     pub fn is_homogeneous(&self) -> bool {
         self.seats.iter().all(|seat| seat.local_size == self.seats[0].local_size)
     }

@@ -77,7 +77,7 @@ impl Job {
         Self { registrar, agents, relays, listener, rounds: 0 }
     }
 
-    /// What a job does: keys, and now and then a link.
+    /// Does the work of a job: keys, and now and then a link.
     fn works(&mut self) {
         self.rounds += 1;
         let key = format!("round/{}", self.rounds % 100);

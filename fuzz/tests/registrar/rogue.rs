@@ -24,7 +24,7 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
-/// Of the registrar; how many messages go and come is nothing that a stranger has to keep to.
+/// Methods of the registrar; a stranger may call them with any number of messages.
 pub(crate) const METHODS: [&str; 15] = [
     "Register",
     "AwaitAssignment",
@@ -42,7 +42,7 @@ pub(crate) const METHODS: [&str; 15] = [
     "Relay",
     "Nothing",
 ];
-/// How long the rogue waits for an answer; some calls wait for what never comes.
+/// Time that the rogue waits for an answer; some calls wait for something that never comes.
 const LISTENS: Duration = Duration::from_millis(30);
 const NAME: &str = "registrar.farandole";
 
@@ -123,7 +123,7 @@ impl ServerCertVerifier for Trusting {
     }
 }
 
-/// Whoever says anything.
+/// A client that sends anything.
 pub(crate) struct Rogue {
     address: String,
     token: String,

@@ -131,12 +131,12 @@ class _Scaling:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether this is a Keras optimizer."""
+    """Returns whether this is a Keras optimizer."""
     return isinstance(value, keras.optimizers.Optimizer)
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether this optimizer, or the one in it, reduces over all ranks."""
+    """Returns whether this optimizer, or the one in it, reduces over all ranks."""
     return isinstance(value, _Distributed) or isinstance(getattr(value, "inner_optimizer", None), _Distributed)
 
 

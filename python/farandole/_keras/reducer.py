@@ -33,11 +33,11 @@ class Reducer(Protocol):
         ...
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients are left to this rank."""
+        """Returns whether a variable's gradients are left to this rank."""
         ...
 
     def agree(self, flag: Any) -> Any:
-        """Whether a boolean is true on all ranks."""
+        """Returns whether a boolean is true on all ranks."""
         ...
 
 

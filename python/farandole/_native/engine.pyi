@@ -90,7 +90,7 @@ class Reached:
         """Makes all later work on this stream of the GPU wait for the result. Returns at once."""
 
     def is_ready(self) -> bool:
-        """Whether the result is complete."""
+        """Returns whether the result is complete."""
 
 def init(
     comm: Sequence[int] | None,

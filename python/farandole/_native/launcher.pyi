@@ -42,7 +42,7 @@ class Outcome:
         """
     @property
     def reason(self) -> str | None:
-        """Why the job ended, in a sentence naming the rank that failed first; `None` after success."""
+        """The reason why the job ended, in a sentence naming the rank that failed first; `None` after success."""
     @property
     def retry(self) -> bool:
         """Whether no worker failed: another agent was lost or started again, and this task may register again."""

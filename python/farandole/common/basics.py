@@ -179,7 +179,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a world and not left it."""
+    """Returns whether this process has joined a world and not left it."""
     return engine.is_initialized()
 
 
@@ -238,7 +238,7 @@ def cross_rank() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes.
+    """Returns whether every host has the same number of processes.
 
     Raises:
         ValueError: Before `init`.
@@ -247,7 +247,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads: never, because Farandole does not use MPI.
+    """Returns whether MPI may be used from several threads: never, because Farandole does not use MPI.
 
     Raises:
         ValueError: Before `init`.
@@ -257,28 +257,28 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the operations: never."""
+    """Returns whether MPI carries the operations: never."""
     return False
 
 
 def mpi_built() -> bool:
-    """Whether MPI was compiled in: never."""
+    """Returns whether MPI was compiled in: never."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo carries the operations: never, because the engine has its own links."""
+    """Returns whether Gloo carries the operations: never, because the engine has its own links."""
     return False
 
 
 def gloo_built() -> bool:
-    """Whether Gloo was compiled in: never."""
+    """Returns whether Gloo was compiled in: never."""
     return False
 
 
 @functools.cache
 def _cuda() -> tuple[bool, int]:
-    """Whether there is a driver of CUDA, and NCCL's version code."""
+    """Returns whether there is a CUDA driver, and the version code of NCCL."""
     from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
 
     return cuda.built([folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()])
@@ -293,22 +293,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Whether IBM's DDL was compiled in: never."""
+    """Returns whether IBM's DDL was compiled in: never."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether Intel's oneCCL was compiled in: never."""
+    """Returns whether Intel's oneCCL was compiled in: never."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether the engine works on CUDA memory of torch, which it does if there is a driver."""
+    """Returns whether the engine works on CUDA memory of torch, which it does if there is a driver."""
     return _cuda()[0]
 
 
 def rocm_built() -> bool:
-    """Whether the engine works on ROCm memory: never."""
+    """Returns whether the engine works on ROCm memory: never."""
     return False
 
 

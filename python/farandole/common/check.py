@@ -104,7 +104,7 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def function(name: str, value: Any) -> Any:
-    """Something to call."""
+    """Checks that a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function: {value!r}")
     return value

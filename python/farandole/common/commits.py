@@ -58,7 +58,7 @@ class StoredCommits:
         return self._remote.run_path
 
     def is_due(self, commits: int) -> bool:
-        """Whether a commit must be written now.
+        """Returns whether a commit must be written now.
 
         Args:
             commits: Its number.
@@ -67,7 +67,7 @@ class StoredCommits:
         return not busy and commits - self._begun >= self._every
 
     def has(self, commits: int) -> bool:
-        """Whether a commit was written, once `wait` has returned.
+        """Returns whether a commit was written, once `wait` has returned.
 
         Args:
             commits: Its number.
@@ -142,7 +142,7 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value is unchanged by writing it as JSON and reading it."""
+    """Returns whether a value is unchanged by writing it as JSON and reading it."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

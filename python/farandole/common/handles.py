@@ -147,7 +147,7 @@ class HandleTable:
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Whether `synchronize(handle)` would return at once.
+        """Returns whether `synchronize(handle)` would return at once.
 
         Raises:
             ValueError: When the handle was consumed already, or never given out.

@@ -82,7 +82,7 @@ class Watch:
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
         self._looks: deque[tuple[float, int]] = deque()
-        """When, and how many bytes were resident and not used."""
+        """Times of the last looks, each with the bytes that were resident and unused."""
         self._rest = 0
         """Bytes that a trim could not return, because other allocators hold them."""
 

@@ -24,7 +24,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasat
 
 
 def is_elastic() -> bool:
-    """Whether this process is a worker of an elastic job."""
+    """Returns whether this process is a worker of an elastic job."""
     told = (os.environ.get(name, "").lower() for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC"))
     return any(value in ("1", "true", "on", "yes") for value in told)
 

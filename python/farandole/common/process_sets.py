@@ -65,7 +65,7 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this process is a member, also before the set is registered."""
+        """Returns whether this process is a member, also before the set is registered."""
         return None if self.ranks is None else basics.rank() in self.ranks
 
     def __repr__(self) -> str:

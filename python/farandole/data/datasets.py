@@ -61,7 +61,7 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
 
 
 def is_place(paths: str | Sequence[str]) -> bool:
-    """Whether `open_dataset` would open a directory. It may contain other files than files of rows.
+    """Returns whether `open_dataset` would open a directory. It may contain other files than files of rows.
 
     Args:
         paths: As for `open_dataset`.

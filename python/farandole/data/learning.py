@@ -238,7 +238,7 @@ class Learner:
     def __init__(
         self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
     ) -> None:
-        """Nothing is counted yet.
+        """Starts without rows.
 
         Args:
             plan: Of `Wish.plan`.
@@ -405,7 +405,7 @@ def _is_training(column: Any) -> Any:
 
 
 def needed(wish: Wish, names: Iterable[str], present: Iterable[str]) -> bool:
-    """Whether rows must be encoded before they are written.
+    """Returns whether rows must be encoded before they are written.
 
     Args:
         wish: What was asked for.

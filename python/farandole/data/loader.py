@@ -128,7 +128,7 @@ class ParquetLoader(BaseDataLoader):
         self._made = self._taken = self._next
         self._turns: Turns | None = None
         self._length_suffix = ""
-        """How columns of lengths of ragged columns are called; there are none without it."""
+        """Suffix of the columns with the lengths of ragged columns; without it there are no such columns."""
         self._paths: str | list[str] | None = None
         if isinstance(path_or_dataset, str | os.PathLike):
             self._paths = full_path(os.fspath(path_or_dataset))
@@ -204,7 +204,7 @@ class ParquetLoader(BaseDataLoader):
 
     @property
     def epoch(self) -> int:
-        """Which epoch the next iteration is."""
+        """The number of the next iteration's epoch."""
         return self._next[0] if self._turns is None else self._turns.epoch
 
     def set_epoch(self, epoch: int) -> None:

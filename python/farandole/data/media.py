@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What Pillow may open: for others it has decoders that are rarely used, and it runs Ghostscript for EPS."""
+"""Formats that Pillow may open. Its other decoders are rarely used, and for EPS it runs Ghostscript."""
 _FITS = ("stretch", "crop", "pad")
 
 

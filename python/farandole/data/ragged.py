@@ -95,12 +95,12 @@ class Jagged:
     offsets: Array
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Returns the number of rows."""
         return len(self.offsets) - 1
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a column becomes nested tensors.
+    """Returns whether a column becomes nested tensors.
 
     Args:
         value: a `Pad`, `Nested` or `Ragged`, or the fields of one in a dict.
@@ -168,7 +168,7 @@ class Ragged:
         return out
 
     def lengths(self, batch: Batch, name: str) -> Array:
-        """How many values each row of a batch of prepared data has, (rows,).
+        """Returns the number of values in each row of a batch of prepared data, (rows,).
 
         Args:
             batch: of the native reader.
@@ -198,7 +198,7 @@ class Ragged:
         return Jagged(values.copy(), starts)
 
     def _stored(self, batch: Batch, name: str) -> tuple[Array, Array]:
-        """Where each row's values start and the last one's end, and the values, which cannot be written to."""
+        """Returns the offset of each row's first value, with the end of the last row, and the read-only values."""
         ends, values = batch.texts(name)
         return np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize, np.frombuffer(values, self.dtype)
 
@@ -214,7 +214,7 @@ class Ragged:
         return self.padded(starts, values, fixed=fixed)
 
     def lengths_of_arrow(self, column: Any) -> Array:
-        """How many values each row of an Arrow column has, (rows,).
+        """Returns the number of values in each row of an Arrow column, (rows,).
 
         Args:
             column: of lists.
@@ -241,7 +241,7 @@ class Ragged:
         return pa.Array.from_buffers(pa.large_binary(), len(column), [None, ends, whole])
 
     def _flat(self, column: Any, name: str) -> tuple[Array, Array]:
-        """Where each row's values start, and the values, no more than count."""
+        """Returns the offset of each row's first value, and the values of rows cut to the greatest length."""
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
         compute: Any = pc

@@ -241,7 +241,7 @@ class _Groups:
 
 @dataclass
 class _Times:
-    """When rows were."""
+    """The split of rows by their time."""
 
     split: Split
     quantile: Quantile = field(default_factory=Quantile)
@@ -286,7 +286,7 @@ class Sides:
     cut: float = 0.0
 
     def held_out(self, batch: pa.RecordBatch) -> pa.Array:
-        """Whether each row is for validation.
+        """Returns for each row whether it is for validation.
 
         Args:
             batch: With the columns that the split reads.

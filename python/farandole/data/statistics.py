@@ -85,7 +85,7 @@ class Statistics:
     columns: dict[str, ColumnStatistics]
 
     def __getitem__(self, name: str) -> ColumnStatistics:
-        """Those of one column."""
+        """Returns the statistics of one column."""
         return self.columns[name]
 
     def drift(self, source: Any, *, optional: Iterable[str] = (), **reading: Any) -> dict[str, Drift]:
@@ -161,7 +161,7 @@ def statistics_at(url: str) -> Statistics | None:
 
 
 def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int) -> Statistics:
-    """Those that are kept with prepared data; they are computed where there are none.
+    """Returns the statistics that are stored with prepared data, or computes them if there are none.
 
     Args:
         url: Of the training data.

@@ -153,7 +153,7 @@ class LightningState(TorchState):
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Whether a commit follows: where no gradients wait, and not after an epoch's last batch.
+        """Returns whether a commit follows: where no gradients wait, and not after an epoch's last batch.
 
         That epoch is not over before its validation is.
 
@@ -189,7 +189,7 @@ def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Moments:
-    """When a fit commits."""
+    """The points of a fit at which the state is committed."""
 
     def __init__(self, state: LightningState) -> None:
         self._state = state

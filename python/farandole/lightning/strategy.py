@@ -40,17 +40,17 @@ class _World:
 
     @property
     def main_address(self) -> str:
-        """Not used: ranks meet through the session."""
+        """Unused address: ranks connect through the session."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Not used, as the address."""
+        """Unused port: ranks connect through the session."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process is a rank of some world."""
+        """Returns whether this process is a rank of some world."""
         return hvd.is_initialized()
 
     def world_size(self) -> int:

@@ -89,7 +89,7 @@ def _plain(array: Array) -> Array:
 
 
 def is_plain(array: Array) -> bool:
-    """Whether the engine can work on the array's own memory."""
+    """Returns whether the engine can work on the array's own memory."""
     flags = array.flags
     return flags.c_contiguous and flags.aligned and array.dtype.isnative
 
@@ -124,7 +124,7 @@ def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Ar
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once.
+    """Returns whether `synchronize(handle)` would return at once.
 
     Raises:
         ValueError: When the handle was consumed already, or never given out.

@@ -208,7 +208,7 @@ class SpareActors:
 
     @classmethod
     def of_process(cls) -> SpareActors:
-        """Those of this process: with `reuse_actors=True`, Ray Tune runs one trial after the other in it."""
+        """Returns the spare actors of this process, in which Ray Tune runs several trials with `reuse_actors=True`."""
         if cls._of_process is None:
             cls._of_process = cls()
         return cls._of_process
@@ -270,11 +270,11 @@ class RayAgents(Agents):
         return self._group.id, self._size, self._needs
 
     def done(self) -> bool:
-        """Whether all agents have returned, or died."""
+        """Returns whether all agents have returned, or died."""
         return not self._served or len(self._ready()) == self._size
 
     def gave_up(self) -> bool:
-        """Whether an agent has ended; called while the gang forms."""
+        """Returns whether an agent has ended; called while the gang forms."""
         return bool(self._ready())
 
     def cancel(self) -> None:

@@ -86,11 +86,11 @@ class Roll:
         return found
 
     def stays(self, task: int) -> bool:
-        """Whether a worker has to leave, but stays because too few would train without it."""
+        """Returns whether a worker has to leave, but stays because too few would train without it."""
         return task in self._leaving
 
     def blocks_reports(self) -> bool:
-        """Whether a report waits for a rank whose worker has left or waits for the next world."""
+        """Returns whether a report waits for a rank whose worker has left or waits for the next world."""
         return self._worlds > 0 and bool(self._waiting or self._vacant)
 
 

@@ -179,7 +179,7 @@ class ElasticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Not for elastic jobs."""
+        """Raises an error, because an elastic job has no fixed ranks."""
         raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
@@ -192,7 +192,7 @@ class ElasticAdapter(Adapter):
         return self.run(call, callbacks=callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Not for elastic jobs."""
+        """Raises an error, because an elastic job has no fixed ranks."""
         raise NotImplementedError("an elastic job has no fixed rank 0: use execute")
 
     def shutdown(self) -> None:

@@ -139,5 +139,5 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _is_cause(error: BaseException) -> bool:
-    """Whether a failure is a cause, and not a consequence of another rank's failure."""
+    """Returns whether a failure is a cause, and not a consequence of another rank's failure."""
     return not isinstance(error, FarandoleInternalError)

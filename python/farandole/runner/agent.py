@@ -33,7 +33,7 @@ RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
 
 
 class Carried(Protocol):
-    """Something that travelled ahead of the task that needs it."""
+    """A function and its arguments that reached the host before the task that needs them."""
 
     def read(self) -> bytes:
         """The function and arguments that were sent; called in the task."""

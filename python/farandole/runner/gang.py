@@ -53,7 +53,7 @@ class Agents(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all agents have returned, or never will."""
+        """Returns whether all agents have returned, or never will."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -64,11 +64,11 @@ class Agents(ABC):
         return []
 
     def gave_up(self) -> bool:
-        """Whether an agent is known to have ended, though it has not registered."""
+        """Returns whether an agent is known to have ended, though it has not registered."""
         return False
 
     def meets_elsewhere(self) -> bool:
-        """Whether the agents may be at work though they have not registered here."""
+        """Returns whether the agents may be at work though they have not registered here."""
         return False
 
     def short_of(self) -> str | None:
@@ -276,7 +276,7 @@ class _Gang(Hearing):
         return self.endings()
 
     def waits_for_rows(self, now: float) -> bool:
-        """Whether rows are still worth waiting for, now that all workers have ended well.
+        """Returns whether rows are still worth waiting for, now that all workers have ended well.
 
         Spark may never run a stage again whose executor was lost while another's task was ending.
 
@@ -327,7 +327,7 @@ class _Gang(Hearing):
         return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
 
     def has_results(self) -> bool:
-        """Whether all workers ended well, and what each has published is known."""
+        """Returns whether all workers ended well, and what each has published is known."""
         return self.all_ended_well() and len(self.seen.results) == self.size
 
     def ending(self, event: Event) -> Ending:

@@ -74,7 +74,7 @@ class Hearing(ABC):
 
 
 def how_ended(event: Event) -> str:
-    """How a worker has ended by itself, in a word for its watchers.
+    """Describes in one word how a worker ended by itself.
 
     Args:
         event: Of its exit.

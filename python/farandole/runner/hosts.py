@@ -134,13 +134,13 @@ class HostsAgents(Agents):
         self._local.start()
 
     def done(self) -> bool:
-        """Whether every task has ended."""
+        """Returns whether every task has ended."""
         self._hear()
         told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
         return told and self._local.done()
 
     def gave_up(self) -> bool:
-        """Whether a host cannot be used and all other hosts have answered: the error then names all such hosts."""
+        """Returns whether a host cannot be used and all others have answered: the error then names all such hosts."""
         self._hear()
         answered = all(
             host in self._ready or all(task in self._endings for task in tasks) for host, tasks, _ in self._remotes

@@ -18,7 +18,7 @@ from typing import Any, Final
 _QUIET_SECONDS: Final = 60.0
 _LOG = logging.getLogger("farandole")
 _WARNED: dict[str, float] = {}
-"""When a warning was last written, by what was wrong."""
+"""Time of the last warning, by its cause."""
 
 
 class MalformedError(ValueError):

@@ -56,7 +56,7 @@ class Gathering:
         self._pieces = ui.Timelines()
         self._is_begun = False
         self._started: dict[tuple[int, int], tuple[int, int]] = {}
-        """When the timeline of a rank in a world started, and its task."""
+        """Start of each rank's timeline in a world, and its task."""
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}

@@ -63,7 +63,7 @@ class Warm:
 
 
 def wanted(asked: bool | None, by_default: bool) -> Warm | None:
-    """Whether a job's workers are warm, asked of its driver.
+    """Returns the settings of a job's warm workers, or `None` if its workers are not warm.
 
     Only a driver that has imported torch has workers that will: others gain nothing.
 
@@ -125,7 +125,7 @@ def executor() -> int:
 
 
 def started(pid: int) -> int:
-    """When a process started, in the kernel's ticks: a number's second owner has another time."""
+    """Returns the start of a process in the kernel's ticks. A later process with the same id has another one."""
     return int(_stat(pid)[19])
 
 
@@ -161,7 +161,7 @@ def _in_notebook() -> bool:
 
 
 def in_search() -> bool:
-    """Whether a search over parameters of Spark ML called: it fits again and again."""
+    """Returns whether a search over parameters of Spark ML called: it fits again and again."""
     frame = sys._getframe()  # noqa: SLF001 - the callers' modules
     while frame is not None:
         if frame.f_globals.get("__name__") in _TUNING:
@@ -185,7 +185,7 @@ def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) ->
 
 
 def _installed(root: str) -> int | None:
-    """When a package was last installed, removed or replaced in a directory; `None` where none are installed.
+    """Returns the time of the last change to the packages of a directory; `None` if it holds no packages.
 
     In other directories, such as the one a notebook runs in, files come and go as jobs write them. What the server has
     imported from there it looks at by itself.

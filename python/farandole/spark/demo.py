@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _has_java() -> bool:
-    """Whether Spark can be started here."""
+    """Returns whether Spark can be started here."""
     home = os.environ.get("JAVA_HOME")  # where it is set, Spark looks nowhere else
     return shutil.which(f"{home}/bin/java" if home else "java") is not None
 

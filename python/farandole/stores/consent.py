@@ -38,7 +38,7 @@ def given() -> bool | None:
 
 
 def decision(allowed: bool | None) -> bool | None:
-    """What the caller says, or else the variable; `None` if neither says anything.
+    """Returns the caller's decision, or that of the variable, or `None` if there is neither.
 
     Args:
         allowed: by the caller.

@@ -21,7 +21,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether a path has one of the forms of Databricks."""
+        """Returns whether a path has one of the forms of Databricks."""
         return cls._FORMS.match(path) is not None
 
     def check_path(self, path: str) -> None:

@@ -120,7 +120,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return self.modified(path)
 
     def modified(self, path: str) -> Any:
-        """When a file was written, in UTC."""
+        """Returns the time at which a file was written, in UTC."""
         from datetime import UTC, datetime  # noqa: PLC0415 - asked for rarely
 
         seconds = self.info(path)["mtime"]

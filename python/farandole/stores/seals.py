@@ -66,7 +66,7 @@ def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
 
 
 def fault(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
-    """Why a checkpoint is not one of this run; `None` when it is.
+    """Returns the reason why a checkpoint does not belong to this run; `None` if it does.
 
     Args:
         run: the run's directory.

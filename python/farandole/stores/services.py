@@ -99,7 +99,7 @@ class HDFSStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether a path is a URL of HDFS."""
+        """Returns whether a path is a URL of HDFS."""
         return scheme(path) in cls.SCHEMES
 
     def parse_url(self, url: str) -> tuple[str | None, str | None, int | None, str | None, int]:

@@ -67,7 +67,7 @@ class Store:
         return FilesystemStore(prefix_path, *args, **kwargs)
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
+        """Returns whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
@@ -87,7 +87,7 @@ class Store:
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs are kept."""
+        """Returns whether checkpoints and logs are kept."""
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
@@ -119,7 +119,7 @@ class Store:
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a directory at `path`."""
+        """Returns whether there is a file or a directory at `path`."""
         raise NotImplementedError
 
     def read(self, path: str) -> bytes:
@@ -215,7 +215,7 @@ class AbstractFilesystemStore(Store):
         return whole | {"save_runs": self._save_runs, "checkpoint_filename": self._arguments["checkpoint_filename"]}
 
     def has_options(self) -> bool:
-        """Whether there are options that `plain` leaves out."""
+        """Returns whether there are options that `plain` leaves out."""
         return bool(self._options)
 
     @property
@@ -432,7 +432,7 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether this kind of store serves a path: one without a scheme, or `file`."""
+        """Returns whether this kind of store serves a path: one without a scheme, or `file`."""
         return bool(path) and scheme(path) in (None, "file")
 
     def get_filesystem(self) -> StoreFileSystem:

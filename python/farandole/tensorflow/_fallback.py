@@ -345,5 +345,5 @@ def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any: 
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Whether this rank is in the set."""
+    """Returns whether this rank is in the set."""
     return _number(lambda chosen: int(bool(chosen.included())), process_set)

@@ -24,7 +24,7 @@ library: Any = None
 
 
 class _UnusableError(RuntimeError):
-    """Why the native ops cannot serve."""
+    """The reason why the native ops cannot be used."""
 
 
 def _connect() -> Any:

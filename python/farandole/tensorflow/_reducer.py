@@ -78,7 +78,7 @@ class GradientReducer:
         self.local.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients are left to this rank."""
+        """Returns whether a variable's gradients are left to this rank."""
         return key_of(variable) in self.local
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None) -> list[Any]:
@@ -104,7 +104,7 @@ class GradientReducer:
         return results
 
     def agree(self, flag: Any) -> Any:
-        """Whether a boolean is true on all ranks."""
+        """Returns whether a boolean is true on all ranks."""
         if not self.process_set.included():
             return flag
         name = self._chosen(f"finite_{self.name}")

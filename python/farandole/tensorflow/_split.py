@@ -35,7 +35,7 @@ _scopes = itertools.count()
 
 
 def is_possible() -> bool:
-    """Whether this TensorFlow has the necessary functions."""
+    """Returns whether this TensorFlow has the necessary functions."""
     return Function is not None and all(
         hasattr(holder, name)
         for holder, name in (

@@ -89,7 +89,7 @@ class _Compiled:
     """Stands for every function that XLA compiles, where TensorFlow asks whose part is traced."""
 
     def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802 - TensorFlow's name
-        """Whether a function has a trace of its own there."""
+        """Returns whether a function has a trace of its own there."""
         return True
 
 
@@ -119,7 +119,7 @@ _trace_apart()
 
 
 def is_tracing() -> bool:
-    """Whether the function that is being traced is one that XLA will compile."""
+    """Returns whether the function that is being traced is one that XLA will compile."""
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
@@ -146,7 +146,7 @@ def _missing() -> str | None:
 
 @functools.cache
 def problem() -> str | None:
-    """Why compiled functions cannot hold collectives; `None` when they can. Tries it, once."""
+    """Returns the reason why compiled functions cannot hold collectives; `None` if they can. Tries it once."""
     missing = _missing()
     if missing is not None or _library.library is None:
         return missing
@@ -445,5 +445,5 @@ def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any: 
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Whether this rank is in the set."""
+    """Returns whether this rank is in the set."""
     return _number(INCLUDED, process_set)

@@ -34,7 +34,7 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Whether TensorFlow sees a GPU in this process."""
+    """Returns whether TensorFlow sees a GPU in this process."""
     del ext_base_name, verbose
     return bool(tf.config.list_physical_devices("GPU"))
 

@@ -36,7 +36,7 @@ def ordinal_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
+    """Returns whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -80,7 +80,7 @@ def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
+    """Returns whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
     if tensor.is_cpu:
         return True
     if not tensor.is_cuda:

@@ -119,7 +119,7 @@ def usable(tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = DTYPES) -> 
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:
-    """Whether the engine cannot work on the tensor's own memory."""
+    """Returns whether the engine cannot work on the tensor's own memory."""
     usable_there = tensor.is_cpu or _device.is_usable(tensor)
     return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
@@ -176,12 +176,12 @@ def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: to
 
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
-    """Whether autograd must record an operation on these tensors."""
+    """Returns whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once.
+    """Returns whether `synchronize(handle)` would return at once.
 
     Raises:
         ValueError: When the handle was consumed already, or never given out.

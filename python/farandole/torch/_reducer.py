@@ -71,11 +71,11 @@ class GradientReducer:
         self._take_stock()
 
     def is_busy(self) -> bool:
-        """Whether a reduction was started and not waited for."""
+        """Returns whether a reduction was started and not waited for."""
         return any(bucket.started for bucket in self._buckets)
 
     def is_touched(self) -> bool:
-        """Whether a gradient was computed since the last reduction."""
+        """Returns whether a gradient was computed since the last reduction."""
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
@@ -224,7 +224,7 @@ basics.on_init(_enter_world)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:
-    """Whether reductions can run beside the backward pass without slowing it down.
+    """Returns whether reductions can run beside the backward pass without slowing it down.
 
     Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
     89 ms took 102. With several hosts the network's time is hidden in any case.

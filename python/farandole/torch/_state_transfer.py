@@ -60,7 +60,7 @@ class Layout(list[tuple[tuple[int, ...], torch.dtype]]):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """That of these tensors."""
+        """Returns the layout of these tensors."""
         return cls((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def shadows(self) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def pieces_of(sizes: Sequence[int]) -> list[Piece]:
 
 
 def edges_of(size: int, parts: int) -> list[int]:
-    """Where the parts of a piece begin, and where the last one ends."""
+    """Returns the offset at which each part of a piece begins, and the end of the last part."""
     return [*(size * part // parts // _EDGE * _EDGE for part in range(parts)), size]
 
 

@@ -135,7 +135,7 @@ class TolerantReducer(GradientReducer):
 
     def __init__(self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int) -> None:
         self.tolerance: Tolerance
-        """What brings this rank into the next world; set right after this was made."""
+        """Function that brings this rank into the next world; set right after construction."""
         self.caught_up = False
         """Whether the step was finished with another rank's result, and is not to be taken."""
         super().__init__(names, groups, options, passes=passes, as_view=False)
@@ -242,7 +242,7 @@ class Tolerance:
             books.finished()
 
     def wants_change(self) -> bool:
-        """Whether the registrar has told this rank that workers are to join or leave."""
+        """Returns whether the registrar has told this rank that workers are to join or leave."""
         self._changes.extend(engine.host_changes())
         return bool(self._changes)
 
@@ -334,7 +334,7 @@ class Tolerance:
         self._deal(self._catch_up(self._statuses()))
 
     def _statuses(self) -> list[list[int]]:
-        """Of each rank, how many steps it has finished, whether it has a state of one step, and whether it is new."""
+        """Returns each rank's number of finished steps, whether its state is of one step, and whether it is new."""
         own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
         return allgather(own, name="tolerant.status").tolist()
 
@@ -373,7 +373,7 @@ class Tolerance:
         return self._bring(told, most, senders)
 
     def _model(self) -> list[str]:
-        """What a taker must have as the senders do."""
+        """Describes the parameters, which must be the same on senders and takers."""
         return parameter_lines(self._optimizer.param_groups)
 
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:

@@ -187,7 +187,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return evaluate
 
     def _settled(self) -> bool:
-        """Whether a GradScaler has had the gradients reduced, and none was computed since."""
+        """Returns whether a GradScaler has had the gradients reduced, and none was computed since."""
         return self._scaled and self._reducer is not None and not self._reducer.is_touched()
 
     @property

@@ -102,7 +102,7 @@ fn truth(text: &str) -> Option<&'static str> {
     }
 }
 
-/// How an error calls the place of a flag in the file.
+/// Describes the place of a flag in the file, for errors.
 pub(crate) fn place_of(name: &str, flag: &Flag) -> String {
     match flag.key {
         Some((section, key)) => format!("{name}: {section}.{key}"),

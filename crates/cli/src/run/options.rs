@@ -137,7 +137,7 @@ impl RunOptions {
         })
     }
 
-    /// Whether processes may come and go.
+    /// Returns whether processes may come and go.
     pub(crate) fn is_elastic(&self) -> bool {
         self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
     }
@@ -147,13 +147,13 @@ impl RunOptions {
         Some(PathBuf::from(&self.config.journal)).filter(|path| !path.as_os_str().is_empty())
     }
 
-    /// Whether an earlier process has left a job that this one continues.
+    /// Returns whether an earlier process has left a job that this one continues.
     pub(crate) fn is_continued(&self) -> bool {
         let left = |path: PathBuf| path.metadata().is_ok_and(|file| file.len() > 0);
         self.is_elastic() && self.journal().is_some_and(left)
     }
 
-    /// Where the processes go: as asked for, as the batch system says, or here.
+    /// Returns the hosts of the processes: those of the command line, of the batch system, or this host.
     ///
     /// # Errors
     /// Hosts that cannot be understood, and too few slots.

@@ -10,7 +10,7 @@ use super::{Buffer, copy_past_caches};
 #[derive(Debug, Default)]
 pub(crate) struct Flat {
     buffers: Vec<Buffer>,
-    /// Where each buffer ends.
+    /// End of each buffer.
     ends: Vec<usize>,
 }
 
@@ -57,7 +57,7 @@ impl Flat {
         });
     }
 
-    /// Whether no buffer is that of the other list at the same position.
+    /// Returns whether no buffer is that of the other list at the same position.
     pub(crate) fn is_apart_from(&self, other: &Self) -> bool {
         let pairs = self.buffers.iter().zip(&other.buffers);
         pairs.into_iter().all(|(own, other)| own.address() != other.address())

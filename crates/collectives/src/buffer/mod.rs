@@ -18,7 +18,7 @@ pub(crate) use flat::Flat;
 pub use past::copy_past_caches;
 pub(crate) use shared::home;
 
-/// Where a buffer's bytes are.
+/// The memory that holds a buffer's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// Addressable by this process.
@@ -76,12 +76,12 @@ impl Buffer {
         self.bytes
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Where the bytes are.
+    /// Returns the memory that holds the bytes.
     pub fn place(&self) -> Place {
         self.place
     }
@@ -172,7 +172,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Of memory for tensors, as vector instructions like it; none of more bytes than there can be.
+/// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible sizes.
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), 64).ok()
 }
@@ -216,7 +216,7 @@ impl Memory {
         self.0.bytes
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }
@@ -226,7 +226,7 @@ impl Memory {
         self.0.address.as_ptr()
     }
 
-    /// Whether nobody in this process has another clone of it, or a buffer of its bytes.
+    /// Returns whether nobody in this process has another clone of it, or a buffer of its bytes.
     pub fn is_sole(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }

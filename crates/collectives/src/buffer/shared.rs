@@ -32,7 +32,7 @@ impl Memory {
         Some(memory)
     }
 
-    /// Whether others can work in it.
+    /// Returns whether others can work in it.
     pub fn is_shareable(&self) -> bool {
         self.region().is_some_and(Region::is_shareable)
     }

@@ -24,7 +24,7 @@ impl TopK {
         Self { share: if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) } }
     }
 
-    /// How many of `values` numbers are sent.
+    /// Returns how many of `values` numbers are sent.
     pub fn count(&self, values: usize) -> usize {
         #[expect(clippy::cast_possible_truncation, reason = "a share of a length is no larger than it")]
         #[expect(

@@ -78,7 +78,7 @@ impl Doubling {
         }
     }
 
-    /// Where the links of a step lead, and the bytes that go and come on each.
+    /// Returns the links of a step, and the bytes sent and received on each.
     fn traffic(&self, peers: &Peers, step: Step) -> (std::ops::Range<usize>, usize, usize) {
         let (values, partial) = (self.values.len(), self.partial.len());
         let one = |member| {

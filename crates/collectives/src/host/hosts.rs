@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// changes no result but the order of sums, for all members alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
-    /// Where each host's members begin, and where the last ones end.
+    /// Start of each host's members, and the end of the last ones.
     starts: Arc<[usize]>,
     own: usize,
     largest: usize,

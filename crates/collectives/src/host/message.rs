@@ -12,7 +12,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// How much of a message went through a window. It may take several: rings wrap and fill up.
+/// Progress of a message through a window. It may take several windows: rings wrap and fill up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Message {
     bytes: usize,

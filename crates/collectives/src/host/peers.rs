@@ -26,7 +26,7 @@ pub(super) struct Peers {
     pub(super) hosts: Hosts,
     /// The shape of the group, for the choice of algorithms.
     pub(super) shape: Shape,
-    /// How sums are parenthesised; nothing on one host.
+    /// Parentheses of sums; nothing on one host.
     pub(super) orders: Option<Arc<Orders>>,
     /// The smallest ring in the communicator, equal on all members once they have greeted each other.
     pub(super) capacity: usize,
@@ -43,7 +43,7 @@ pub(super) struct Scratch {
     pub(super) result: Vec<u8>,
     /// For the next hierarchy.
     pub(super) store: Vec<Vec<u8>>,
-    /// Where hierarchies go; made by the first.
+    /// Routes of hierarchies; made by the first.
     pub(super) routes: Option<Arc<[Route]>>,
 }
 

@@ -48,7 +48,7 @@ const BLOCK: usize = 16 << 10;
 /// they are read, and the lines of that memory need not be read first.
 const PAST_CACHES: usize = 32 << 20;
 
-/// Where in the sequence of messages one direction of a link is: even slots are posts, odd ones results.
+/// Position of one direction of a link in the sequence of messages: even slots are posts, odd ones results.
 #[derive(Clone, Copy, Debug, Default)]
 struct Position {
     slot: usize,
@@ -65,7 +65,7 @@ impl Position {
     }
 }
 
-/// How the elements are cut, the same on every member.
+/// The cut of the elements, which is the same on every member.
 #[derive(Clone, Debug)]
 pub(super) struct Cut {
     bytes: usize,
@@ -82,7 +82,7 @@ impl Cut {
         Self { bytes, members, chunk, steps: longest.div_ceil(chunk) }
     }
 
-    /// Where a member's part begins, in bytes.
+    /// Returns the start of a member's part, in bytes.
     fn start(&self, member: usize) -> usize {
         let units = self.bytes.div_ceil(UNIT);
         // Parts differ by one unit at most; the longer ones come first.
@@ -90,7 +90,7 @@ impl Cut {
         ((each * member + member.min(longer)) * UNIT).min(self.bytes)
     }
 
-    /// Where chunk `t` of a member's part begins, and its length.
+    /// Returns the start of chunk `t` of a member's part, and its length.
     fn chunk_of(&self, member: usize, t: usize) -> (usize, usize) {
         let (start, end) = (self.start(member), self.start(member + 1));
         let from = (start + t * self.chunk).min(end);

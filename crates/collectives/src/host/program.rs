@@ -67,7 +67,7 @@ impl Program {
         self.steps.len()
     }
 
-    /// Whether there is nothing to do.
+    /// Returns whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
@@ -252,7 +252,7 @@ impl Plan {
         }
     }
 
-    /// Whether all hosts do the same, so that one of them stands for all: see [`Plan::folded`].
+    /// Returns whether all hosts do the same, so that one of them stands for all: see [`Plan::folded`].
     pub fn folds(&self) -> bool {
         let sizes = self.hosts.sizes();
         let equal = sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]);

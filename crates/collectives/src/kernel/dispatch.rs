@@ -20,7 +20,7 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    /// How many times an element's bytes an accumulator takes.
+    /// Returns the ratio of an accumulator's bytes to those of an element.
     pub(super) fn expansion(&self) -> usize {
         match self {
             Self::Direct { .. } => 1,

@@ -43,7 +43,7 @@ pub(crate) use adasum::{Carrier, Measures};
 pub use neutral::{fill_neutral, neutral};
 pub use order::Order;
 
-/// Which instructions a kernel may use.
+/// The instruction sets of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Path {
     /// The instructions of every processor of the architecture.
@@ -58,7 +58,7 @@ impl Path {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Baseline, Self::Avx2, Self::Avx512];
 
-    /// Whether this processor can run it.
+    /// Returns whether this processor can run it.
     pub fn is_available(self) -> bool {
         match self {
             Self::Baseline => true,
@@ -91,7 +91,7 @@ impl Path {
 pub struct Reduction {
     /// Element type.
     pub dtype: DataType,
-    /// How elements combine.
+    /// The operation that combines elements.
     pub op: ReduceOp,
     /// Number of inputs.
     pub members: usize,
@@ -136,7 +136,7 @@ pub struct Reducer {
     kernel: dispatch::Kernel,
     /// Nothing for a line.
     orders: Option<Arc<Orders>>,
-    /// Where partials of hosts are rounded.
+    /// The order of partial sums that are rounded between hosts.
     rounding: Option<Arc<Orders>>,
 }
 
@@ -250,7 +250,7 @@ impl Reducer {
         if self.rounding.is_some() { Form::Rounded } else { Form::Partial }
     }
 
-    /// How many times the bytes of elements their partials take.
+    /// Returns the ratio of the bytes of partials to those of elements.
     pub fn expansion(&self) -> usize {
         if self.rounding.is_some() { 1 } else { self.width() }
     }
@@ -260,7 +260,7 @@ impl Reducer {
         self.join(Form::Element, self.partial(), None, inputs, partial);
     }
 
-    /// How many times the bytes of elements their accumulators take.
+    /// Returns the ratio of the bytes of accumulators to those of elements.
     pub fn width(&self) -> usize {
         self.kernel.expansion()
     }

@@ -138,7 +138,7 @@ fn single(value: f64) -> f32 {
     value as f32
 }
 
-/// How two values become one.
+/// Combines two values into one.
 pub(super) trait Join<T>: 'static {
     /// Whether the finished value is multiplied by a factor: an Average over a power of two is a scaled Sum.
     const SCALES: bool = false;

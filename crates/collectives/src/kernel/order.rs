@@ -52,7 +52,7 @@ impl Order {
         self.merges.len()
     }
 
-    /// Whether it is what [`Order::line`] makes.
+    /// Returns whether it is what [`Order::line`] makes.
     pub fn is_line(&self) -> bool {
         self.merges.iter().enumerate().all(|(k, merges)| *merges == usize::from(k > 0))
     }

@@ -40,7 +40,7 @@ struct Fake {
     polls: usize,
     /// Memory of the device that was taken; it stays to the end of the test, whose copies are late.
     taken: Vec<Memory>,
-    /// How often some was given back.
+    /// Number of times that memory was given back.
     given: usize,
     /// Bytes that the pool keeps.
     kept: u64,

@@ -72,14 +72,14 @@ pub(crate) struct IpcCommunicator<S: Site> {
     /// Pieces that were ever told to go into the window, and to be reduced from all windows.
     filled: u64,
     reduced: u64,
-    /// When the last of those are done.
+    /// Events of the last of those.
     fills: VecDeque<Arc<dyn Event>>,
     takes: VecDeque<Arc<dyn Event>>,
     /// Operations whose work is on the stream.
     running: VecDeque<(Token, Arc<dyn Event>, Vec<Segment>)>,
     /// Put on the stream, and not told yet.
     launched: Vec<(Token, Arc<dyn Event>)>,
-    /// Why nothing is carried, not told yet.
+    /// The reason why nothing is carried, until it is reported.
     remark: Option<String>,
     failure: Option<CollectiveError>,
     /// Others may have opened this member's window.
@@ -88,7 +88,7 @@ pub(crate) struct IpcCommunicator<S: Site> {
     quiet: bool,
 }
 
-/// How an operation is reduced, if a kernel does it; the same on all members.
+/// Returns the reduction of an operation, if a kernel does it; the same on all members.
 fn how(operation: &Operation) -> Option<How> {
     let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else { return None };
     // Nothing goes from host to host here.
@@ -241,7 +241,7 @@ impl<S: Site> IpcCommunicator<S> {
         })
     }
 
-    /// Whether a member has read what is in the slot of the next piece.
+    /// Returns whether a member has read what is in the slot of the next piece.
     fn has_taken(&self, member: usize) -> bool {
         self.mailbox.taken(member).saturating_add(SLOTS) > self.filled
     }
@@ -340,7 +340,7 @@ impl<S: Site> IpcCommunicator<S> {
     }
 }
 
-/// How many of the first events are ready.
+/// Returns the number of leading events that are ready.
 fn ready<'a>(events: impl Iterator<Item = &'a Arc<dyn Event>>) -> Result<usize> {
     let mut count = 0;
     for event in events {

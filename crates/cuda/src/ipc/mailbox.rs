@@ -10,7 +10,7 @@ use farandole_shm::Region;
 
 use crate::Offer;
 
-/// How far a member has come.
+/// Progress of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Phase {
@@ -69,7 +69,7 @@ struct Slot {
     /// Pieces that it has read from everybody's.
     taken: AtomicU64,
     offer: [AtomicU64; 8],
-    /// Why it refused.
+    /// The reason for the refusal.
     reason: [AtomicU64; REASON],
 }
 
@@ -163,7 +163,7 @@ impl Mailbox {
         self.enter(Phase::Refused);
     }
 
-    /// Why a member refused.
+    /// Returns the reason why a member refused.
     pub(crate) fn reason(&self, member: usize) -> String {
         let words = self.slot(member).reason.iter();
         let bytes: Vec<u8> = words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
@@ -182,7 +182,7 @@ impl Mailbox {
         self.own().closed.store(1, Ordering::Release);
     }
 
-    /// Whether nobody but this member can read its window.
+    /// Returns whether nobody but this member can read its window.
     pub(crate) fn is_alone(&self) -> bool {
         let mut others = (0..self.size).filter(|member| *member != self.member);
         others.all(|member| self.slot(member).closed.load(Ordering::Acquire) != 0)

@@ -9,11 +9,11 @@ const ALIGNMENT: usize = 16;
 /// A part of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Which segment.
+    /// Number of the segment.
     pub(crate) segment: usize,
-    /// Where in it.
+    /// Offset in it.
     pub(crate) at: usize,
-    /// Where in the piece.
+    /// Offset in the piece.
     pub(crate) start: usize,
     pub(crate) bytes: usize,
 }

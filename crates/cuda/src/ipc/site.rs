@@ -21,7 +21,7 @@ pub(crate) const SLOTS: u64 = 2;
 /// Bytes of a piece: with a third for results on the way to many tensors, a member takes 48 MiB of its GPU.
 const PIECE: usize = 16 << 20;
 
-/// How a piece is reduced.
+/// The reduction of a piece.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct How {
     pub(crate) dtype: DataType,
@@ -84,7 +84,7 @@ pub(crate) struct GpuSite {
     lane: GpuLane,
     stage: Stage,
     views: Vec<View>,
-    /// Where all members' windows begin.
+    /// Start of each member's window.
     starts: Vec<u64>,
 }
 
@@ -124,7 +124,7 @@ impl GpuSite {
     }
 }
 
-/// Where a buffer is on its device.
+/// Returns a buffer's address on its device.
 fn address(buffer: &Buffer) -> u64 {
     buffer.address().expose_provenance() as u64
 }

@@ -31,7 +31,7 @@ pub(super) type Made = (Token, Arc<dyn Event>, Operation);
 
 /// Between two looks at calls that return before they are done: who sets `NCCL_COMM_BLOCKING` to 0 has such.
 const LOOK: Duration = Duration::from_micros(50);
-/// How long the thread looks for more before it sleeps, where cores are left for that: to be woken takes longer than a call.
+/// Time for which the thread polls before it sleeps, if cores are free: a wake-up takes longer than a call.
 const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
 const CORES: usize = 4;

@@ -30,7 +30,7 @@ pub trait Lane: Send + Sync + 'static {
     /// The device's number.
     fn ordinal(&self) -> u32;
 
-    /// Where work is put.
+    /// Returns the stream that gets the work.
     fn stream(&self) -> Stream;
 
     /// An event behind what was put there.
@@ -159,7 +159,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self
     }
 
-    /// Whether NCCL does an operation among these members, if there is room for what it brings.
+    /// Returns whether NCCL does an operation among these members, if there is room for what it brings.
     fn does(&self, operation: &Operation) -> bool {
         let among = does_float8(operation, self.size).is_none_or(|does| self.float8 && does);
         among && carries(operation)
@@ -267,7 +267,7 @@ impl<L: Lane> NcclCommunicator<L> {
         true
     }
 
-    /// Whether the caller has nothing to do.
+    /// Returns whether the caller has nothing to do.
     #[cfg(test)]
     pub(super) fn is_called(&self) -> bool {
         self.state != State::Forming && self.handed == 0 && self.waiting.is_empty()

@@ -32,14 +32,14 @@ pub(crate) struct State {
     pub(super) group: i32,
     /// Calls that wait for members return when this is false, or the communicator is aborted.
     pub(super) alone: bool,
-    /// How far the clock is ahead.
+    /// Time by which the clock is ahead.
     pub(super) ahead: Duration,
     pub(crate) version: i32,
-    /// How many looks at the device kernels continue for after they were told to end; nothing while they were not.
+    /// Number of looks at the device for which kernels continue after the order to end; `None` before that order.
     pub(super) ending: Option<u32>,
     /// The same, for the next time.
     pub(super) late: u32,
-    /// How often memory was given.
+    /// Number of times that memory was given.
     given: usize,
     /// The result of `ncclMemAlloc`.
     pub(super) memory: i32,

@@ -27,7 +27,7 @@ static GIVEN: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 struct Block {
     ordinal: u32,
-    /// Whose order its users keep.
+    /// Stream whose order the users of the memory keep.
     stream: usize,
     start: usize,
     bytes: usize,
@@ -52,7 +52,7 @@ pub struct NcclMemory {
 }
 
 impl NcclMemory {
-    /// Where it begins, in the device's addresses.
+    /// Returns its start, in the device's addresses.
     pub fn address(&self) -> usize {
         self.start
     }
@@ -75,7 +75,7 @@ impl Drop for NcclMemory {
 }
 
 impl Nccl {
-    /// Whether this version gives memory and registers it.
+    /// Returns whether this version gives memory and registers it.
     pub fn registers(&self) -> bool {
         self.table().allocate.is_some() && self.table().register.is_some()
     }

@@ -55,7 +55,7 @@ pub(crate) struct Run {
 pub(crate) struct Stretch {
     /// Its rows, counted in the lane.
     pub(crate) rows: Range<u64>,
-    /// Which runs, and the first row taken of each.
+    /// The open runs, and the first row taken of each.
     pub(crate) open: Vec<(usize, u64)>,
 }
 
@@ -170,12 +170,12 @@ impl Lanes {
         Self { blocks, count, beside, early, rows }
     }
 
-    /// How many lanes a shuffled epoch has.
+    /// Returns the number of lanes of a shuffled epoch.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// How many blocks the rows of a batch come from, where it is large enough and not at the start of an epoch.
+    /// Returns the number of blocks of a batch's rows, if it is large enough and not at the start of an epoch.
     pub fn mixed(&self) -> u64 {
         self.count * self.beside
     }
@@ -229,8 +229,8 @@ impl Lanes {
     }
 }
 
-/// Where a row group is cut into about `most` pieces at most. Pages of numbers often hold a power of two of rows: edges at multiples of one have few
-/// pages on both sides, which would be read twice.
+/// Returns the rows at which a row group is cut into about `most` pieces at most. Pages of numbers often hold a power
+/// of two of rows: edges at multiples of one have few pages on both sides, which would be read twice.
 fn edges(rows: u64, bytes: u64, most: u64) -> Vec<u64> {
     let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.clamp(1, most));
     let round = 1_u64.checked_shl((rows / pieces).checked_ilog2().unwrap_or(0)).unwrap_or(1);

@@ -92,7 +92,7 @@ struct Slot {
 struct Weave {
     /// Rows of the slot.
     rows: Range<u64>,
-    /// Which parts, in turn, and the row of each that comes first.
+    /// The open parts, in turn, and the first row of each.
     open: Vec<(usize, u64)>,
     /// From one row of a part to the next.
     stride: u64,

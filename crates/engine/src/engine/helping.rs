@@ -14,7 +14,7 @@ use crate::{Completion, Handle, Request, Result};
 const MOMENT: Duration = Duration::from_micros(150);
 /// After so many times in vain in a row, help is given only now and then.
 const VAIN: u32 = 3;
-/// How often then.
+/// One call in so many is then helped.
 const SOMETIMES: u32 = 16;
 
 /// Whether help has been worth it.
@@ -24,7 +24,7 @@ pub(super) struct Zeal {
 }
 
 impl Zeal {
-    /// How long to help this time.
+    /// Returns the time to help this time.
     fn moment(&self) -> Duration {
         let vain = self.vain.load(Ordering::Relaxed);
         if vain < VAIN || vain.is_multiple_of(SOMETIMES) { MOMENT } else { Duration::ZERO }

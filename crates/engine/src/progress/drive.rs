@@ -14,7 +14,7 @@ use crate::callbacks::Call;
 use crate::desk::Submission;
 use crate::set::{Finished, ProcessSet, Step, answer_questions};
 
-/// How often the clock is compared with deadlines while driving.
+/// Interval at which the clock is compared with deadlines while driving.
 const TICK: Duration = Duration::from_millis(20);
 /// Longest sleep while a device is waited for: nobody is woken when it is done.
 const GLANCE: Duration = Duration::from_micros(50);

@@ -30,7 +30,7 @@ impl Patience {
         Self { most, now: most, slept: 0 }
     }
 
-    /// How long to spin this time.
+    /// Returns the time to spin this time.
     pub(crate) fn limit(&self) -> Duration {
         if self.slept % PROBE == PROBE - 1 { self.most } else { self.now }
     }
@@ -47,7 +47,7 @@ impl Patience {
         self.slept = self.slept.wrapping_add(1);
     }
 
-    /// Whether a waiter that has spun for `spun` should offer its core with every turn.
+    /// Returns whether a waiter that has spun for `spun` should offer its core with every turn.
     pub(crate) fn yields(spun: Duration) -> bool {
         spun > ALONE
     }

@@ -48,7 +48,7 @@ impl Signals {
         self.queued.store(true, Ordering::SeqCst);
     }
 
-    /// Whether something lies on the desk.
+    /// Returns whether something lies on the desk.
     pub(super) fn is_queued(&self) -> bool {
         self.queued.load(Ordering::SeqCst)
     }
@@ -98,7 +98,7 @@ impl Signals {
         self.parked.store(false, Ordering::SeqCst);
     }
 
-    /// Whether the driver has to be woken for what was left before.
+    /// Returns whether the driver has to be woken for what was left before.
     pub(super) fn has_sleeper(&self) -> bool {
         self.parked.load(Ordering::SeqCst)
     }
@@ -113,7 +113,7 @@ impl Signals {
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Whether somebody has to be notified of results, under the desk lock.
+    /// Returns whether somebody has to be notified of results, under the desk lock.
     pub(super) fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::SeqCst) > 0
     }

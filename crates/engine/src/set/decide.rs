@@ -28,7 +28,7 @@ use crate::tune::Tuner;
 #[derive(Debug)]
 pub(super) struct Ready {
     pub(super) agreed: Arc<Agreed>,
-    /// Where all ranks have it in their caches, if they do.
+    /// Its id in the caches of all ranks, if all have it.
     pub(super) known: Option<CacheId>,
 }
 
@@ -267,7 +267,7 @@ fn bytes(agreed: &Agreed) -> u64 {
     agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
 }
 
-/// Whether two tensors may share an operation. Without `across`, groups keep to themselves.
+/// Returns whether two tensors may share an operation. Without `across`, groups keep to themselves.
 fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
     !one.call.is_meeting()
         && !matches!(one.call, Call::Alltoall { .. })

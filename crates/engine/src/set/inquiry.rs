@@ -18,7 +18,7 @@ use crate::hash::Map;
 use crate::stall::{Absentee, Answer, NAMED, STACK_LIMIT, Slot, Stack, Stall, StallReport, Wait};
 use crate::wire::{Malformed, Reader, Writer};
 
-/// How long the coordinator waits for answers: that of a process, and its way through the tree.
+/// Time for which the coordinator waits for answers: that of a process, and its way through the tree.
 const ANSWERS: Duration = STACK_LIMIT.saturating_add(Duration::from_secs(1));
 /// Missing ranks that are asked: one tells most of the time what all do.
 const ASKED: usize = 16;
@@ -58,7 +58,7 @@ struct Question {
 #[derive(Default)]
 pub(super) struct Inquiries {
     stalled: Map<Arc<str>, Stalled>,
-    /// When the next report may come.
+    /// Earliest time of the next report.
     next: Option<Instant>,
     number: u64,
     inquiry: Option<Inquiry>,

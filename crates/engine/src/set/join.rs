@@ -66,7 +66,7 @@ impl Joins {
         self.joined.iter().map(|joined| joined.member)
     }
 
-    /// How many sources besides these are not waited for.
+    /// Returns the number of sources besides these that are not waited for.
     pub(super) fn gone(&self, came: &[u32]) -> usize {
         self.gone.iter().filter(|source| !came.contains(source)).count()
     }
@@ -99,7 +99,7 @@ impl Joins {
         }
     }
 
-    /// Whether these members can stand in for themselves; if not, why.
+    /// Checks that these members can stand in for themselves; the error says why not.
     pub(super) fn suffices(&self, call: &Call, absent: &[u32], ranks: &[Rank]) -> Result<(), String> {
         let list = |members: &[u32]| -> String {
             let ranks = members.iter().filter_map(|member| ranks.get(*member as usize));

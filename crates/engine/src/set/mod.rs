@@ -285,7 +285,7 @@ impl ProcessSet {
         Ok(moved)
     }
 
-    /// Whether something is in progress that a poll could move.
+    /// Returns whether something is in progress that a poll could move.
     pub(crate) fn is_busy(&self) -> bool {
         !self.local.is_empty()
             || self.joins.own().is_some()
@@ -296,7 +296,7 @@ impl ProcessSet {
             || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
-    /// Whether a device is waited for: nobody is woken when it is done.
+    /// Returns whether a device is waited for: nobody is woken when it is done.
     pub(crate) fn waits_for_device(&self) -> bool {
         self.execution.waits_for_device()
     }
@@ -403,7 +403,7 @@ impl Neighbour {
 /// A step of a set: an error stops the engine.
 pub(crate) type Step<T = ()> = Result<T, Cause>;
 
-/// Why a frame could not be dealt with.
+/// The reason why a frame could not be dealt with.
 enum Stop {
     Cause(Cause),
     Malformed(Malformed),

@@ -113,12 +113,12 @@ impl Reach {
         }
     }
 
-    /// Whether members find out if they can have one, of which nobody is woken.
+    /// Returns whether members find out if they can have one, of which nobody is woken.
     pub(super) fn is_forming(&self) -> bool {
         matches!(self, Self::Among(communicator) if communicator.is_forming())
     }
 
-    /// Whether a device has something in progress that somebody must watch.
+    /// Returns whether a device has something in progress that somebody must watch.
     pub(super) fn is_watched(&self) -> bool {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }

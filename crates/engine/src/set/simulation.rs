@@ -165,7 +165,7 @@ impl ControlPlane {
         })
     }
 
-    /// How long steps of this many tensors take each, all ranks in this one thread.
+    /// Measures a step of this many tensors, with all ranks in this one thread.
     ///
     /// # Errors
     /// As [`ControlPlane::step`].

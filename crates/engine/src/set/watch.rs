@@ -24,7 +24,7 @@ const COLLECT: Duration = Duration::from_secs(1);
 
 /// A stalled tensor at the coordinator.
 struct Case {
-    /// When the first rank submitted it, as far as known.
+    /// Time at which the first rank submitted it, as far as known.
     since: Instant,
     due: Instant,
     came: Vec<u32>,

@@ -34,7 +34,7 @@ fn cluster(device: &HostDevice) -> Cluster {
     Cluster { devices: vec![Arc::new(device.clone())], ..Cluster::new(&[2]) }
 }
 
-/// What an operation on device memory leaves in an output of so many values.
+/// Returns the output that an operation on device memory leaves for so many values.
 fn on_device(
     engine: &Engine,
     device: &HostDevice,

@@ -137,7 +137,7 @@ fn a_rank_that_vanishes_while_others_wait_is_named() {
     });
 }
 
-/// Who hears of a stall, and cannot cope.
+/// A listener to stalls that panics.
 struct Panics;
 
 impl Observer for Panics {

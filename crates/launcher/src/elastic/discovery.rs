@@ -19,7 +19,7 @@ impl Stop {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether the search may end without an answer.
+    /// Returns whether the search may end without an answer.
     pub fn is_stopped(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -34,7 +34,7 @@ pub trait Discovery: Send {
     /// the hosts found last stay.
     fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String>;
 
-    /// Whether the answer never changes.
+    /// Returns whether the answer never changes.
     fn is_fixed(&self) -> bool {
         false
     }

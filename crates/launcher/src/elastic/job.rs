@@ -22,19 +22,19 @@ use crate::error::{Error, Result};
 use crate::report::Report;
 use crate::work::Work;
 
-/// How often the caller's wish is looked at.
+/// Interval at which the caller is asked whether to stop.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long a host whose agent fell silent may take to come back with its last words.
+/// Longest time in which a host whose agent fell silent must return with its last messages.
 const SILENT: Duration = Duration::from_secs(2);
-/// How long a host may take to end workers that were told to.
+/// Longest time in which a host must end its workers.
 const ENDING: Duration = Duration::from_secs(20);
-/// How long one that may go takes to do so while the job continues: its script has things to write.
+/// Longest time in which a dismissed worker must end while the job continues: its script may have to write files.
 const LEAVING: Duration = Duration::from_secs(120);
 
 /// The program to run while workers come and go.
 #[derive(Clone, Debug)]
 pub struct ElasticJob {
-    /// How many workers, and when to give up.
+    /// Number of workers, and the limits of the job.
     pub elastic: Elastic,
     /// The program of each worker.
     pub work: Work,
@@ -65,8 +65,8 @@ pub enum Happening<'a> {
 type Heard<'a> = dyn Fn(Happening<'_>) + 'a;
 
 impl ElasticJob {
-    /// What the configuration asks for, for a first world of `num_proc`; with spares and no largest number, that many is
-    /// the largest number.
+    /// Returns the rules of the configuration for a first world of `num_proc`. With spares and without a maximum,
+    /// `num_proc` is the maximum.
     ///
     /// # Errors
     /// `Usage` for numbers that contradict each other, by their flags.
@@ -190,13 +190,13 @@ struct Conduct<'a> {
     heard: &'a Heard<'a>,
     crew: Crew<'a>,
     found: Found,
-    /// Where each worker was started.
+    /// Host of each worker.
     hosts: BTreeMap<u32, String>,
     /// Whether agents of this host are separate processes, which continue without this one.
     lasting: bool,
     /// Workers of an earlier launcher whose ends are not known.
     adopted: BTreeSet<u32>,
-    /// How long these may take to hear that the job is over, and to report their ends.
+    /// Longest time in which agents must hear that the job is over and report their workers' ends.
     hearing: Duration,
     tally: Tally,
     /// Workers that were told to end, and when.

@@ -16,16 +16,16 @@ use crate::guard::Guard;
 use crate::spawn::spawn;
 use crate::worker::{kill_group, pid_of, wait_without_reaping};
 
-/// How often it is asked whether the answer is still wanted.
+/// Interval at which the caller is asked whether the answer is still wanted.
 const SLICE: Duration = Duration::from_millis(50);
-/// How long the last of the output may take once the program and all that it started have ended.
+/// Longest time for the rest of the output after the program and all its children have ended.
 const DRAIN: Duration = Duration::from_secs(1);
 /// Bytes of the output that are read.
 const MOST: u64 = 4 << 20;
 /// Bytes of stderr that a failure tells.
 const WORDS: usize = 2000;
 
-/// How a program ended.
+/// The outcome of a program.
 #[derive(Debug)]
 pub(super) struct Answer {
     /// Its exit code; `None` after a signal.

@@ -17,7 +17,7 @@ pub struct Script {
     pub command: String,
     /// Slots of a host that is printed without a number.
     pub slots_per_host: Option<u32>,
-    /// How long it may take.
+    /// Longest time of one run of the script.
     pub limit: Duration,
 }
 

@@ -11,7 +11,7 @@ use farandole_world::{Rank, World};
 use crate::agent::Outcome;
 use crate::report::Report;
 
-/// How the job ended.
+/// The outcome of the job.
 #[derive(Debug)]
 enum End {
     Finished,

@@ -13,22 +13,22 @@ use crate::error::{Error, Result};
 use crate::hosts::HostSlots;
 use crate::near::are_here;
 
-/// How often hosts are looked for.
+/// Interval of the search for hosts.
 const PERIOD: Duration = Duration::from_secs(1);
-/// How long a search that is no longer needed is waited for.
+/// Longest time to wait for a search that is no longer needed.
 const ENDING: Duration = Duration::from_secs(2);
 
 /// Hosts that were found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Those with slots, in the order of ranks.
+    /// Hosts with slots, in the order of ranks.
     pub(super) hosts: Vec<HostSlots>,
     /// For every name that was ever found, whether it means this host.
     pub(super) here: BTreeMap<String, bool>,
 }
 
 impl Found {
-    /// Whether all hosts are this one.
+    /// Returns whether all hosts are this one.
     pub(super) fn only_here(&self) -> bool {
         self.hosts.iter().all(|host| self.is_here(&host.host))
     }

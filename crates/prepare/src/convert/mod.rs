@@ -26,7 +26,7 @@ pub(crate) struct Converted {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Where a column comes from, for messages, and what to do about what is missing in it.
+/// The origin of a column, for messages, and the remedy for missing values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin<'a> {
     pub(crate) column: &'a str,
@@ -56,7 +56,8 @@ impl Origin<'_> {
         cast(array, to).map_err(|source| self.arrow(source))
     }
 
-    /// How many rows of `values` have the places `at`, and the first of them; every row has `per_row` values.
+    /// Returns the number of rows of `values` at the places `at`, and the first of them; every row has `per_row`
+    /// values.
     fn rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
         let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
         rows.dedup();
@@ -175,7 +176,7 @@ pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]
     }
 }
 
-/// Whether it is a Spark ML vector as it arrives in Arrow.
+/// Returns whether it is a Spark ML vector as it arrives in Arrow.
 pub(crate) fn is_vector(kind: &DataType) -> bool {
     matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR))
 }

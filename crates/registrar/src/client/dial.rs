@@ -124,7 +124,7 @@ pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
     }
 }
 
-/// Whether the registrar with this certificate answers at an address.
+/// Returns whether the registrar with this certificate answers at an address.
 pub(super) async fn answers(address: &str, fingerprint: Fingerprint) -> bool {
     connect(address, fingerprint, false).await.is_ok()
 }

@@ -23,9 +23,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect again.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// How many times as long a registrar is waited for whose process is stopped.
+/// Factor by which a registrar is awaited longer if its process is stopped.
 const STOPPED: u32 = 8;
-/// How long its kernel may take to say that somebody listens.
+/// Longest time for its kernel to accept a connection.
 const KNOCK: Duration = Duration::from_secs(1);
 /// The least time that an attempt to connect has.
 const ATTEMPT: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub(super) struct Watch {
     pub(super) fingerprint: Fingerprint,
     pub(super) session: u64,
     pub(super) offer: Offer,
-    /// How long the registrar may be gone.
+    /// Longest outage of the registrar.
     pub(super) patience: Duration,
     /// Cancelled when the registrar is given up.
     pub(super) lost: Cancel,
@@ -93,16 +93,17 @@ impl Watch {
     }
 }
 
-/// Whether nobody listens at an address.
+/// Returns whether nobody listens at an address.
 async fn is_refused(address: &str) -> bool {
     let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
     let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
     knock.await.is_ok_and(|answer| answer.err().is_some_and(refused))
 }
 
-/// Whether the registrar may still live. For a process that is stopped, the kernel accepts connections, on which nobody
-/// speaks then. For one that has ended, and for a host that is gone or cut off, nobody accepts them, unless another process
-/// has its port: that one has another certificate or none, or is silent and came after the registrar had `ended`.
+/// Returns whether the registrar may still live. For a process that is stopped, the kernel accepts connections, on
+/// which nobody speaks then. For one that has ended, and for a host that is gone or cut off, nobody accepts them,
+/// unless another process has its port: that one has another certificate or none, or is silent and came after the
+/// registrar had `ended`.
 async fn may_live(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
     let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
     if !knock.await.is_ok_and(|answer| answer.is_ok()) {
@@ -223,7 +224,7 @@ mod tests {
         }
     }
 
-    /// How long an agent waits for a registrar that is killed, and in whose place `stranger` listens then.
+    /// Measures how long an agent waits for a registrar that is killed, and in whose place `stranger` listens then.
     fn waited<T>(stranger: impl FnOnce(TcpListener) -> T) -> Duration {
         let registrar = registrar(0);
         let way = Way::to(&registrar);

@@ -47,7 +47,7 @@ use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
-/// How long a call that may be repeated is repeated when the connection breaks.
+/// Longest time for which a repeatable call is repeated after the connection breaks.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes in a piece of a result.
 const CHUNK: usize = 1 << 20;
@@ -119,7 +119,7 @@ struct Inner {
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// The receiver of news of hosts.
     changes: Mutex<Option<JoinHandle<()>>>,
-    /// How long a call is repeated while the connection is broken, in milliseconds.
+    /// Time for which a call is repeated while the connection is broken, in milliseconds.
     patience: AtomicU64,
     made_in: u32,
 }

@@ -23,7 +23,7 @@ const BATCH: usize = 256 << 10;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Failed streams in a row after which nobody waits for a confirmation any more, unless the driver may come back.
 const FAILURES: u32 = 5;
-/// How long a stream stays open before the driver confirms what came on it.
+/// Time for which a stream stays open before the driver confirms what came on it.
 const CONFIRM: Duration = Duration::from_secs(1);
 /// Bytes that are kept until they are confirmed, about.
 const KEPT: usize = 1 << 20;
@@ -50,7 +50,7 @@ pub(super) struct Outbox {
     wake: Notify,
     flushed: watch::Sender<u64>,
     source: u64,
-    /// How long a driver that is gone may take to come back, in milliseconds.
+    /// Longest time in which a lost driver must return, in milliseconds.
     outage: AtomicU64,
 }
 
@@ -260,7 +260,7 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
     Ok(())
 }
 
-/// Why a call has ended that should not have.
+/// Returns the error of a call that should not have ended.
 fn broken(ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>) -> Result<(), tonic::Status> {
     ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
     Err(tonic::Status::aborted("the driver confirmed records before they were sent"))

@@ -35,11 +35,11 @@ use crate::generated::relay_piece::What;
 const PIECE: usize = 64 << 10;
 /// Pieces of a link that wait for their way.
 const WAITING: usize = 4;
-/// How long the registrar may take to be told that this task takes calls.
+/// Longest time to tell the registrar that this task takes calls.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Callers of a door whose user is looked up at the same time; further ones wait in the queue of the socket.
 const LOOKUPS: usize = 4;
-/// How long links may take to end when their relay does.
+/// Longest time in which links must end when their relay does.
 const ENDING: Duration = Duration::from_secs(1);
 
 /// This process's links through the registrar, in one of its worlds. Dropping it takes no more calls, and gives links
@@ -53,7 +53,7 @@ pub struct Relay {
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// How many links there are.
+/// Counts links.
 #[derive(Default)]
 struct Links {
     open: Mutex<usize>,

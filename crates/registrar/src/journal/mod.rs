@@ -194,15 +194,15 @@ impl Journal {
         }
     }
 
-    /// Whether it has grown so much that the present state should replace it. Waits for nobody who writes.
+    /// Returns whether it has grown so much that the present state should replace it. Waits for nobody who writes.
     pub(crate) fn is_long(&self) -> bool {
         let long =
             |writing: &Writing| writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG;
         self.writing.try_lock().is_some_and(|writing| long(&writing))
     }
 
-    /// What is noted from now on follows the state with which the caller will replace the file. False if there is no file,
-    /// or another caller is replacing it.
+    /// Notes everything from now on after the state with which the caller will replace the file. Returns false if
+    /// there is no file, or if another caller is replacing it.
     pub(crate) fn begin_whole(&self) -> bool {
         let mut writing = self.writing.lock();
         let free = writing.file.is_some() && writing.since.is_none();
@@ -344,7 +344,7 @@ fn take(path: &Path) -> std::result::Result<File, String> {
     }
 }
 
-/// Whether a path names an open file.
+/// Returns whether a path names an open file.
 fn is_at(file: &File, path: &Path) -> bool {
     let number = |found: Metadata| (found.dev(), found.ino());
     let named = std::fs::metadata(path).map(number);

@@ -93,7 +93,7 @@ impl Running {
         Some(Decision::Stop { generation: self.generation(), verdict })
     }
 
-    /// Whether everybody ended well, and nobody was told to.
+    /// Returns whether everybody ended well, and nobody was told to.
     pub(super) fn is_finished(&self) -> bool {
         let well = |end: &End| matches!(&end.what, What::Exited(exit) if exit.how.is_success());
         self.verdict.is_none() && self.members.values().all(|member| member.end.as_ref().is_some_and(well))

@@ -20,17 +20,17 @@ use rand::{Rng as _, SeedableRng as _};
 use super::*;
 use crate::exit::How;
 
-/// When the network heals and agents stop crashing.
+/// The time at which the network heals and agents stop crashing.
 const HEALED: u64 = 60_000;
-/// When everything is over, whatever happened before.
+/// The time at which everything is over, whatever happened before.
 const END: u64 = 240_000;
-/// How long an agent waits for the others.
+/// Time for which an agent waits for the others.
 const START: u64 = 120_000;
-/// How long what is left of a stage goes on beside the stage that was started in its place.
+/// Time for which the rest of a stage runs beside the stage that was started in its place.
 const LINGERS: u64 = 2_000;
-/// How long an agent of a barrier stage waits to be ended before it registers again.
+/// Time for which an agent of a barrier stage waits to be ended before it registers again.
 const LEFT_ALONE: u64 = 4_000;
-/// How often an agent that has no answer asks again, beats and looks around.
+/// Interval at which an agent without an answer asks again, beats and looks around.
 const STEP: u64 = 200;
 const BEAT: u64 = 1_000;
 /// The exit code of a worker that failed because a peer had.

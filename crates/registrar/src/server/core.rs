@@ -36,15 +36,15 @@ const EVENTS: usize = 64 << 20;
 const PRESSURE: usize = EVENTS / 2;
 /// The longest they wait for a driver that takes none: then the oldest records make room.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often the driver's progress is looked at meanwhile.
+/// Interval at which the driver's progress is checked meanwhile.
 const GLANCE: Duration = Duration::from_millis(5);
-/// How often time is looked at.
+/// Interval at which the clock is read.
 const TICK: Duration = Duration::from_millis(50);
-/// How much later than the driver and the agents the registrar ends a start that takes too long: theirs say more.
+/// Time by which the registrar ends a late start after the driver and the agents: their messages say more.
 const LEEWAY: Duration = Duration::from_secs(1);
 /// Agents show that they live each second: a shorter silence says nothing.
 const SHORTEST: Duration = Duration::from_secs(3);
-/// How many missing tasks a message lists.
+/// Number of missing tasks that a message lists.
 pub(super) const LISTED: usize = 16;
 
 /// The job.
@@ -162,7 +162,8 @@ impl Core {
         }
     }
 
-    /// Whether a batch of records is one that has not come before: one whose connection broke may be sent again.
+    /// Returns whether a batch of records is one that has not come before: one whose connection broke may be sent
+    /// again.
     pub(super) fn is_new_batch(&self, task: TaskId, source: u64, number: u64) -> bool {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();

@@ -30,7 +30,7 @@ use tonic::transport::server::Connected;
 
 use crate::accepting::Failing;
 
-/// How long a connection may stay unproven.
+/// Longest life of an unproven connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same, more for each task: when all of a large job connect at once, their handshakes take turns.
 const TURN: Duration = Duration::from_millis(1);
@@ -53,7 +53,7 @@ struct State {
     proven: HashSet<u64>,
 }
 
-/// How far an unproven connection has come.
+/// Progress of an unproven connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     /// It has sent nothing.
@@ -189,7 +189,7 @@ impl Place {
     }
 }
 
-/// How an unproven connection ends.
+/// The limits of an unproven connection.
 struct Trial {
     unseated: oneshot::Receiver<()>,
     patience: Pin<Box<Sleep>>,

@@ -85,7 +85,7 @@ fn offered(host: Option<&str>, port: u16) -> Vec<String> {
         .collect()
 }
 
-/// Whether one IPv6 socket serves IPv4, too.
+/// Returns whether one IPv6 socket serves IPv4, too.
 fn dual_stack() -> bool {
     std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
 }

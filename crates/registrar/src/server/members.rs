@@ -65,7 +65,7 @@ impl Members {
         }
     }
 
-    /// Whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
+    /// Returns whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
     pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
             Kind::Fixed(members) => members.knows(task, session),

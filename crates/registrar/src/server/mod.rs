@@ -51,8 +51,8 @@ const STREAMS: u32 = 1024;
 /// The same where links are relayed, and the bytes that each may have on its way to a reader.
 const LINKS: u32 = 4096;
 pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
-/// What a stream may have on its way. A connection takes more: records that a slow driver leaves where they are must not
-/// hold up the signs of life beside them.
+/// Bytes that a stream may have on its way. A connection takes more: records that a slow driver leaves where they are
+/// must not hold up the signs of life beside them.
 const RECORDS_WINDOW: u32 = 1 << 20;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
@@ -63,9 +63,9 @@ const TASKS: u32 = 1 << 20;
 const LIVING: u32 = 4096;
 /// Connections of workers that end while others take their places.
 const LEAVERS: u32 = 64;
-/// How long open calls may take to end once the registrar closes.
+/// Longest time in which open calls must end once the registrar closes.
 const CLOSING: Duration = Duration::from_secs(1);
-/// How long the port of an earlier registrar may be taken.
+/// Longest time for which the port of an earlier registrar may be taken.
 const PORT_TAKEN: Duration = Duration::from_secs(5);
 
 /// The arguments of a registrar.
@@ -81,7 +81,7 @@ pub struct Options {
     pub bind: String,
     /// Ports to try.
     pub port_range: PortRange,
-    /// How long all tasks may take to register.
+    /// Longest time in which all tasks must register.
     pub start_timeout: Duration,
     /// Silence after which an agent is lost.
     pub peer_timeout: Duration,
@@ -116,7 +116,7 @@ pub struct Elastic {
     pub most: u32,
     /// Workers beyond `most` that are started, and wait to take a place.
     pub spares: u32,
-    /// How long the job may wait for workers.
+    /// Longest wait of the job for workers.
     pub timeout: Duration,
     /// Worlds after the first that may be formed; any number when absent.
     pub reset_limit: Option<u32>,
@@ -131,7 +131,7 @@ struct Connected {
     most: u32,
 }
 
-/// How the tasks know a registrar.
+/// Address and identity of a registrar for the tasks.
 struct Known {
     job_id: JobId,
     token: Token,
@@ -379,12 +379,12 @@ impl Registrar {
         Ok(self.core.events(deadline))
     }
 
-    /// How many calls were let in so far.
+    /// Returns the number of calls admitted so far.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Whether the registrar is closed and every event was taken.
+    /// Returns whether the registrar is closed and every event was taken.
     pub fn is_finished(&self) -> bool {
         self.core.is_finished()
     }

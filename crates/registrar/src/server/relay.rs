@@ -23,14 +23,14 @@ use crate::generated::relay_piece::What;
 
 /// Calls that a task has not heard of yet.
 const RINGING: usize = 1024;
-/// How long a task may take to answer, and an end to say what it is.
+/// Longest time for a task to answer, and for an end to say what it is.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Pieces on their way from one end to the other.
 const UNDER_WAY: usize = 2;
 
 type Piece = Result<wire::RelayPiece, Status>;
 
-/// Where the calls for one world of a task go.
+/// The target of calls for one world of a task.
 type Door = (Generation, TaskId, u64);
 
 /// The stream of one end.

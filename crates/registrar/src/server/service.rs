@@ -39,7 +39,7 @@ const TOGETHER: Duration = Duration::from_secs(1);
 /// The service.
 pub(super) struct Service {
     core: Arc<Core>,
-    /// Where this registrar relays links.
+    /// The relay of links, if this registrar has one.
     exchange: Option<Exchange>,
 }
 

@@ -173,7 +173,7 @@ fn join(
     }
 }
 
-/// Where all ranks are on one host nobody else has a reason to call.
+/// Returns the loopback address if all ranks are on one host: nobody else has a reason to connect.
 fn loopback(world: &World) -> Option<IpAddr> {
     let own = &world.seat().host;
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);

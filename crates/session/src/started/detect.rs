@@ -29,7 +29,7 @@ pub(crate) struct Started {
     pub(crate) exact: Vec<(String, String)>,
     /// The batch job around it: several starts may share it.
     pub(crate) batch: Vec<(String, String)>,
-    /// Where rank 0 most likely is.
+    /// The likely host of rank 0.
     pub(crate) first_host: Option<String>,
     /// The variable with the rank.
     pub(crate) variable: &'static str,

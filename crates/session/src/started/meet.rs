@@ -29,7 +29,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// Time between two looks for rank 0, at first and at most.
 const PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// How often a rank that has been let in looks whether it is in an earlier start's job.
+/// Interval at which an admitted rank checks whether it is in an earlier start's job.
 const GLANCE: Duration = Duration::from_secs(1);
 
 /// A place among ranks that others have started, kept for the life of the process.
@@ -130,8 +130,8 @@ fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
     }
 }
 
-/// What to leave in the environment of this process, by name and value, so that a process that it starts does not take
-/// itself for the same rank; nothing where nobody else started this one.
+/// Returns a variable to set in this process, by name and value, so that a process that it starts does not take
+/// itself for the same rank; nothing if nobody else started this one.
 pub fn holder() -> Option<(&'static str, String)> {
     if environment("FARANDOLE_JOB").is_some() {
         return None;
@@ -157,7 +157,7 @@ pub fn leave() {
     }
 }
 
-/// Where this user's files of this host go.
+/// Returns the folders of this user's files on this host.
 fn folders() -> Folders {
     let own = rustix::process::geteuid().as_raw();
     let of_session = environment("XDG_RUNTIME_DIR")

@@ -28,7 +28,7 @@ pub struct Entry {
     pub path: String,
     /// Its size.
     pub bytes: u64,
-    /// When it was last written, if the backend says so.
+    /// Time of the last write, if the backend reports it.
     pub modified: Option<SystemTime>,
 }
 
@@ -39,7 +39,7 @@ pub struct Item {
     pub name: String,
     /// Size of a file, 0 of a directory.
     pub bytes: u64,
-    /// When a file was last written, if the backend says so.
+    /// Time of the last write to a file, if the backend reports it.
     pub modified: Option<SystemTime>,
     /// Whether it is a directory.
     pub is_directory: bool,
@@ -124,7 +124,7 @@ impl Store {
         }
     }
 
-    /// Whether files are fetched over a network.
+    /// Returns whether files are fetched over a network.
     pub fn is_remote(&self) -> bool {
         matches!(self.location, Location::Remote { .. })
     }
@@ -208,7 +208,7 @@ impl Store {
         self.ask("look up", path, async |backend| backend.head(&at).await).map(|meta| meta.size)
     }
 
-    /// Whether there is a file of this name, or anything below it.
+    /// Returns whether there is a file of this name, or anything below it.
     ///
     /// # Errors
     /// A backend that cannot be asked.

@@ -16,7 +16,7 @@ use crate::ring::Weight as _;
 /// Bytes of events that may wait: some thousands.
 const BUDGET: usize = 1 << 20;
 
-/// How long the lock is tried: threads of this process hold it for some microseconds.
+/// Longest attempt to take the lock: threads of this process hold it for some microseconds.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 /// The events of this process.

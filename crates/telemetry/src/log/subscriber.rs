@@ -55,7 +55,7 @@ pub(super) fn install(level: LogLevel, hide_time: bool, keep: bool) {
     callsite::rebuild_interest_cache();
 }
 
-/// Whether this process keeps its events.
+/// Returns whether this process keeps its events.
 pub(super) fn keeps() -> bool {
     KEEPER.load(Ordering::Relaxed) == process::id()
 }
@@ -69,7 +69,7 @@ fn filter() -> LevelFilter {
     FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
 }
 
-/// Whether a library's event passes: its debug events are about itself, and far more than ours.
+/// Returns whether a library's event passes: its debug events are about itself, and far more than ours.
 fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
     let ours = metadata.target().starts_with("farandole");
     let filter = if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };

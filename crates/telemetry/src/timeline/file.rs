@@ -20,11 +20,11 @@ const LEAST: u64 = 32 << 10;
 const TOGETHER: u64 = 64 << 10;
 const END: &str = "\n]\n";
 
-/// Where records go. The file ends with `]` after every write; the next one begins by overwriting that.
+/// The file of records. It ends with `]` after every write; the next write begins by overwriting that.
 pub(super) struct Pages {
     path: PathBuf,
     file: File,
-    /// Where the next record goes.
+    /// Offset of the next record.
     offset: u64,
     /// Bytes after which the next file begins.
     most: u64,
@@ -40,7 +40,7 @@ impl Pages {
         Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, most })
     }
 
-    /// Whether nothing was written to the file yet.
+    /// Returns whether nothing was written to the file yet.
     pub(super) fn is_empty(&self) -> bool {
         self.offset == 0
     }
@@ -50,7 +50,7 @@ impl Pages {
         TOGETHER.min(self.most / 4)
     }
 
-    /// Whether the next records go to the next file.
+    /// Returns whether the next records go to the next file.
     pub(super) fn is_full(&self) -> bool {
         self.offset.saturating_add(self.together()) > self.most
     }

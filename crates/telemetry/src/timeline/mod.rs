@@ -29,7 +29,7 @@ use crate::{Ring, Weight};
 const BUDGET: usize = 32 << 20;
 /// Events of this long are written together.
 const GATHER: Duration = Duration::from_millis(20);
-/// How long the writer sleeps when nothing happens.
+/// Longest sleep of the writer when nothing happens.
 const LONG: Duration = Duration::from_secs(3600);
 
 /// No rank: the arrivals of all are wanted.
@@ -56,7 +56,7 @@ pub struct Track {
     pub tensor: Arc<str>,
 }
 
-/// Whose timeline it is: what merging the files of all ranks needs to know.
+/// The owner of a timeline: the facts that merging the files of all ranks needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Title<'a> {
     /// Name of the process in the trace.
@@ -67,7 +67,7 @@ pub struct Title<'a> {
     pub host: &'a str,
     /// Number of ranks.
     pub size: usize,
-    /// Which world of an elastic job it is.
+    /// Number of the world of an elastic job.
     pub generation: u64,
 }
 
@@ -121,7 +121,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Whether anybody wants events.
+    /// Returns whether anybody wants events.
     pub fn is_on(&self) -> bool {
         self.state.load(Ordering::Relaxed) != 0
     }

@@ -14,7 +14,7 @@ use super::{Event, Produced, Title, Track, What};
 
 /// Name of the track with the phases of training steps.
 const PHASES: &str = "steps";
-/// How often both clocks are read at the start; the reading that took the least time counts.
+/// Number of readings of both clocks at the start; the reading that took the least time counts.
 const READINGS: usize = 5;
 
 struct Place {
@@ -79,7 +79,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Whose timeline it is, and from when on the file has all events.
+    /// Writes the owner of the timeline, and the time from which on the file has all events.
     fn head(&mut self, since: u128) {
         let Heading { name, rank, host, size, generation, epoch } = &self.title;
         let (mut quoted, mut on) = (String::new(), String::new());

@@ -18,7 +18,7 @@ use crate::kernel::member;
 use crate::output::Brought;
 use crate::world;
 
-/// Where results go: each tensor's, then the token's, which orders calls and carries nothing.
+/// Storage of results: each tensor's, then the token's, which orders calls and carries nothing.
 type Outputs = *const *mut c_void;
 
 /// The function that XLA calls.

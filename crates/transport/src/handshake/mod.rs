@@ -42,7 +42,7 @@ const CODE: usize = 32;
 /// Magic, version, and what a challenge says next: its status.
 pub(crate) const OPENING: usize = 12;
 const HELLO_HEAD: usize = 112;
-/// Where a hello's public key begins.
+/// Offset of a hello's public key.
 const HELLO_PUBLIC: usize = HELLO_HEAD - PUBLIC;
 pub(crate) const HELLO: usize = HELLO_HEAD + CODE;
 const CHALLENGE_PUBLIC: usize = OPENING + 2 + 32;
@@ -125,7 +125,7 @@ impl fmt::Display for Status {
 pub(crate) struct Hello {
     pub(crate) version: u16,
     pub(crate) carrier: Carrier,
-    /// What the dialer would seal with.
+    /// The suite that the dialer proposes.
     pub(crate) suite: Suite,
     pub(crate) generation: Generation,
     pub(crate) channel: u32,
@@ -217,13 +217,14 @@ impl Reader<'_> {
     }
 }
 
-/// Whether the first bytes of a message are ours, and else what speaks there; `None` when it is no version of this.
+/// Returns whether the first bytes of a message are ours, and else what speaks there; `None` when it is no version of
+/// this.
 pub(crate) fn version(bytes: &[u8]) -> Option<u16> {
     let mut reader = Reader(bytes);
     (reader.take::<8>()? == MAGIC).then(|| reader.take().map(u16::from_le_bytes))?
 }
 
-/// What a rank of another version is answered: so much is the same in all of them.
+/// Returns the answer to a rank of another version: this much is the same in all versions.
 pub(crate) fn other_version() -> [u8; OPENING] {
     let mut bytes = [0; OPENING];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -275,13 +276,13 @@ impl Offer {
     }
 }
 
-/// What both sides have said so far, the codes over it, and the keys that follow from it.
+/// The messages of both sides so far, the codes over them, and the keys that follow from them.
 #[derive(Clone)]
 pub(crate) struct Transcript {
     key: Key,
     hello: [u8; HELLO],
     challenge: [u8; CHALLENGE_HEAD],
-    /// Where there is an exchange, and the other's public key is one.
+    /// The common secret, if there is an exchange and the other's public key is valid.
     secret: Option<Secret>,
 }
 
@@ -326,7 +327,7 @@ impl Transcript {
         self.secret = other.first_chunk().and_then(|other| half.meet(&self.key.0, other));
     }
 
-    /// What seals the connection from now on; `None` where nothing was exchanged.
+    /// Returns the keys that seal the connection from now on; `None` if none were exchanged.
     pub(crate) fn keys(&self, side: Side) -> Option<Keys> {
         let suite = Suite::from_code(self.challenge[OPENING])?;
         self.secret.as_ref()?.keys(side, suite, &self.hello, &self.challenge)

@@ -38,7 +38,7 @@ fn shaken(offer: Offer) -> (Transcript, Transcript) {
     (dialer, acceptor)
 }
 
-/// Whether what one end seals opens at the other.
+/// Returns whether what one end seals opens at the other.
 fn opens(from: &mut Seal, to: &mut Seal) -> bool {
     let mut payload = *b"some bytes";
     let (header, tag) = from.seal(Kind::Bytes, &mut payload).unwrap();

@@ -10,16 +10,16 @@
 
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 
-/// What one place to sleep in consists of.
+/// The parts of one place to sleep in.
 pub(super) trait Place {
-    /// How a wait ended.
+    /// The result of a wait.
     type Outcome;
-    /// What may go wrong.
+    /// The error.
     type Error;
 
     /// Peers need not ring any more.
     fn unpark(&self);
-    /// Whether peers shall ring.
+    /// Returns whether peers shall ring.
     fn parked(&self) -> bool;
     /// Ends all waits until it is answered.
     fn ring(&self);
@@ -27,7 +27,7 @@ pub(super) trait Place {
     fn answer(&self);
     /// Waits for a ring, or for anything else that concerns a sleeper; whether it came.
     fn wait(&self) -> Result<bool, Self::Error>;
-    /// What a sleeper is told.
+    /// Returns the result for a sleeper.
     fn outcome(woken: bool) -> Self::Outcome;
 }
 

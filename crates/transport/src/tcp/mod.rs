@@ -46,7 +46,7 @@ use stripes::Stripes;
 
 const CLOSED: &str = "it closed the connection";
 
-/// What both halves share.
+/// The shared state of both halves.
 pub(crate) struct Connection {
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
@@ -152,7 +152,7 @@ impl Outgoing {
     }
 }
 
-/// Where a position lies in a window that begins at `base`.
+/// Returns the offset of a position in a window that begins at `base`.
 fn within(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
@@ -292,9 +292,9 @@ struct TcpReceiver {
     /// By connection.
     receiving: Vec<Receiving>,
     stripes: Stripes,
-    /// Why nothing more will come, by connection.
+    /// The reason why nothing more will come, by connection.
     ended: Vec<Option<String>>,
-    /// Why nothing more can be believed.
+    /// The reason why nothing more can be believed.
     broken: Option<String>,
     /// The ring was full: bytes may wait in a socket without an edge to tell.
     full: bool,

@@ -15,14 +15,14 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
-/// What the kernel knows.
+/// The kernel's view of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sight {
     /// Something was sent that is not confirmed.
     awaits: bool,
     /// Questions whether the other end takes more, sent one after the other without an answer.
     unanswered: u8,
-    /// How long ago the last confirmation came.
+    /// Time since the last confirmation.
     heard: Duration,
     /// The other end has all we sent, and knows that nothing follows.
     pub(crate) done: bool,
@@ -109,12 +109,12 @@ fn repeat_within(socket: impl AsFd, pause: Duration) {
 /// without an answer, and the next comes at most this long after the answer before.
 const ANSWERS: Duration = Duration::from_millis(1600);
 
-/// How long a connection has confirmed nothing of what waits for it.
+/// The time for which a connection has confirmed no pending bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Silence(Duration);
 
 impl Silence {
-    /// Whether something waited for its confirmation at the last look.
+    /// Returns whether something waited for its confirmation at the last look.
     pub(crate) fn lasts(self) -> bool {
         !self.0.is_zero()
     }

@@ -24,7 +24,7 @@ struct Sealed {
     header: Header,
     length: usize,
     tag: [u8; TAG],
-    /// Of header, payload and tag.
+    /// Sent bytes of header, payload and tag.
     sent: usize,
 }
 
@@ -79,7 +79,7 @@ impl Sending {
     }
 }
 
-/// What is left of some parts behind their first `gone` bytes.
+/// Returns the rest of some parts after their first `gone` bytes.
 fn rest<const N: usize>(parts: [&[u8]; N], mut gone: usize) -> [&[u8]; N] {
     parts.map(|part| {
         let skipped = gone.min(part.len());

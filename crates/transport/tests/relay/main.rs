@@ -113,7 +113,7 @@ fn receive(link: &mut Link, told: &str) -> (usize, Error) {
     }
 }
 
-/// Whether an error says what it must of a link with which somebody did this.
+/// Returns whether an error says what it must of a link with which somebody did this.
 fn names_the_link(error: &Error, rank: u32, harm: &Harm) -> bool {
     let Error::PeerLost { rank: lost, reason, .. } = error else { return false };
     let meddled = reason.contains("on connection ")

@@ -86,7 +86,7 @@ pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
     straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
 }
 
-/// Whether the run is one of a function or a script, not of an estimator: nobody measures its steps.
+/// Returns whether the run is one of a function or a script, not of an estimator: nobody measures its steps.
 fn is_plain(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
@@ -111,7 +111,7 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
     }
 }
 
-/// Where to read what the rank of a failure has printed.
+/// Returns a hint to the output of the rank of a failure.
 fn output(reason: &str, files: &Files) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
     let rank = reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());

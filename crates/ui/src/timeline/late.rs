@@ -11,12 +11,12 @@ use super::{Operations, Part};
 /// Waits that are shorter, in microseconds, have no span of their own.
 const SHORT: i64 = 500;
 
-/// How a rank comes to operations.
+/// Arrivals of a rank at operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Arrivals {
     /// Operations that it took part in.
     pub(super) operations: u64,
-    /// Those to which it came last.
+    /// Operations to which it came last.
     pub(super) last: u64,
     /// Microseconds for which all others waited for it alone.
     pub(super) alone: i64,
@@ -39,7 +39,7 @@ pub(super) struct Lateness {
     pub(super) ranks: BTreeMap<u32, Arrivals>,
     /// In order, and apart from each other.
     pub(super) waits: Vec<Wait>,
-    /// When the first shared operation began, and the last one.
+    /// Start of the first shared operation, and of the last one.
     pub(super) from: i64,
     pub(super) until: i64,
 }

@@ -35,7 +35,7 @@ use self::late::Lateness;
 use self::read::Trace;
 use crate::error::{Error, Result};
 
-/// When one rank took part in one operation, in microseconds of its host's clock.
+/// One rank's part in an operation, in microseconds of its host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     rank: u32,

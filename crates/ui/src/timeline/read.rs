@@ -76,7 +76,7 @@ pub(super) struct Trace {
     pub(super) since: i64,
     /// Number of ranks; 0 where the file does not say.
     pub(super) size: u32,
-    /// Which world of an elastic job it is.
+    /// Number of the world of an elastic job.
     pub(super) generation: u64,
 }
 
@@ -187,7 +187,7 @@ fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result
     each_of(path, &mut take).map(drop)
 }
 
-/// Whether `take` wants more.
+/// Returns whether `take` wants more.
 fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Result<bool> {
     let file = File::open(path).map_err(|error| refused(path, error.to_string()))?;
     let mut reader = BufReader::with_capacity(1 << 18, file);

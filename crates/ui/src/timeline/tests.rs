@@ -20,12 +20,12 @@ fn host(rank: u32) -> &'static str {
     if rank < 2 { "a-1" } else { "b-2" }
 }
 
-/// When a rank asks for the gradient of a step, by a clock that all share. Rank 2 is 20 ms late.
+/// Returns the time at which a rank asks for the gradient of a step, by a clock that all share. Rank 2 is 20 ms late.
 fn asks(rank: u32, step: i64) -> i64 {
     1000 + step * 100_000 + i64::from(rank) * 50 + if rank == 2 { 20_000 } else { 0 }
 }
 
-/// When the result is there: after all have asked.
+/// Returns the time of the result: after all have asked.
 fn done(rank: u32, step: i64) -> i64 {
     asks(2, step) + 300 + 10 * i64::from(rank)
 }

@@ -29,7 +29,7 @@ class _Hash:
         return self._at
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no rows are buffered."""
 
 
 def content_of(table: pa.Table) -> str:

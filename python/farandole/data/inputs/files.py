@@ -80,7 +80,7 @@ def find(path: str) -> Found:
 
 
 def is_prepared(directory: str) -> bool:
-    """Whether a directory contains prepared data of Farandole, complete or not.
+    """Returns whether a directory contains prepared data of Farandole, complete or not.
 
     Args:
         directory: A path or a URL.
@@ -90,12 +90,12 @@ def is_prepared(directory: str) -> bool:
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path has `*`, `?` or `[` in it, and nothing has that name."""
+    """Returns whether a path has `*`, `?` or `[` in it, and nothing has that name."""
     return bool(_MAGIC.search(path)) and not _exists(*_split(path))
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is the path of a file."""
+    """Returns whether a path is the path of a file."""
     directory, name = _split(path)
     return bool(name) and _exists(directory, name) and not native.Store(directory).stat(name)[3]
 

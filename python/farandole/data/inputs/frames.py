@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data set, or an Arrow stream."""
+    """Returns whether a value holds rows: a table of pyarrow, pandas, polars or Iceberg, a Ray data set, or Arrow data."""
     kinds = (_is_pandas, is_arrow_dataset, _is_ray_dataset, is_lazy, is_iceberg)
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
 
 def is_arrow_dataset(value: Any) -> bool:
-    """Whether a value is a dataset of pyarrow.
+    """Returns whether a value is a dataset of pyarrow.
 
     Args:
         value: Anything.
@@ -41,7 +41,7 @@ def is_arrow_dataset(value: Any) -> bool:
 
 
 def is_spark(value: Any) -> bool:
-    """Whether a value is a DataFrame of Spark, with Spark Connect or without.
+    """Returns whether a value is a DataFrame of Spark, with Spark Connect or without.
 
     Args:
         value: Anything.
@@ -124,7 +124,7 @@ def _is_ray_dataset(value: Any) -> bool:
 
 
 def is_ray_shard(value: Any) -> bool:
-    """Whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
+    """Returns whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
 
     Args:
         value: Anything.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether a value is a lazy frame."""
+    """Returns whether a value is a lazy frame."""
     kind = type(value)
     return kind.__name__ == "LazyFrame" and kind.__module__.partition(".")[0] == "polars"
 

@@ -24,7 +24,7 @@ def _is(value: Any, *names: str) -> bool:
 
 
 def is_relation(value: Any) -> bool:
-    """Whether a value is a relation of DuckDB.
+    """Returns whether a value is a relation of DuckDB.
 
     Args:
         value: Anything.
@@ -59,7 +59,7 @@ def _reader(relation: Any) -> Any:
 
 
 def is_iceberg(value: Any) -> bool:
-    """Whether a value is a table of pyiceberg.
+    """Returns whether a value is a table of pyiceberg.
 
     Args:
         value: Anything.

@@ -45,7 +45,7 @@ _PAUSE_REMOTE = 5.0
 _MOST_STEPS = 4000
 _MOST_EVENTS = 200
 _OF_THE_TAB = frozenset({"tags", "timeline", "timeline_is_here"})
-"""What only Spark's Training tab needs of a run."""
+"""Keys of a run that only Spark's Training tab needs."""
 _NOT_SCORES = frozenset({"epoch", "seconds", "rows", "rows_per_second"})
 
 _LOG = logging.getLogger("farandole")

@@ -133,7 +133,7 @@ class Training(Watcher):
             self._places[task] = where
 
     def holds(self, executor: str) -> bool:
-        """Whether a task of the run is, or was, in an executor.
+        """Returns whether a task of the run is, or was, in an executor.
 
         Args:
             executor: The executor's number.
@@ -212,7 +212,7 @@ class Training(Watcher):
             self._rate(record)
 
     def event(self, what: str, reason: str | None) -> None:
-        """Something that happened: a rank was lost, an executor removed, the job started again.
+        """Shows an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
             what: In a few words.

@@ -270,7 +270,7 @@ def host_hash(salt: str | None = None) -> str:
 
 
 def is_databricks() -> bool:
-    """Whether this process runs in a runtime of Databricks."""
+    """Returns whether this process runs in a runtime of Databricks."""
     return "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 

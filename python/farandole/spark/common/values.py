@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def backend(name: str, value: Any) -> Any:
-    """Something that runs functions in several processes."""
+    """Checks that a value can run functions in several processes."""
     if not callable(getattr(value, "run", None)) or not callable(getattr(value, "num_processes", None)):
         raise TypeError(f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
     return value

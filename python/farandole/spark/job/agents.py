@@ -84,7 +84,7 @@ class SparkAgents(Agents):
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the job is over."""
+        """Returns whether the job is over."""
         return self._thread is not None and not self._thread.is_alive()
 
     def cancel(self) -> None:
@@ -97,11 +97,11 @@ class SparkAgents(Agents):
         return list(self._tail.events()) if self._tail is not None else []
 
     def meets_elsewhere(self) -> bool:
-        """Whether tasks may already run although the driver has no sign of them."""
+        """Returns whether tasks may already run although the driver has no sign of them."""
         return self._meeting is not None and self._short_of is None and self._running
 
     def gave_up(self) -> bool:
-        """Whether Spark has seen a task of this job end."""
+        """Returns whether Spark has seen a task of this job end."""
         return self._cluster.has_ended_tasks(self.tag)
 
     def short_of(self) -> str | None:

@@ -29,7 +29,7 @@ _SENT: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Ahead:
-    """Something that went ahead.
+    """A file that was sent to executors before the tasks that read it.
 
     Attributes:
         name: SHA-256 of its content, which is its file's name, too.

@@ -24,7 +24,7 @@ _IN_PLANS_SINCE: Final = 4
 
 
 def takes_profiles() -> bool:
-    """Whether the plans of this pyspark take a profile."""
+    """Returns whether the plans of this pyspark take a profile."""
     import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
     return int(pyspark.__version__.partition(".")[0]) >= _IN_PLANS_SINCE

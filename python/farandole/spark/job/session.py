@@ -160,7 +160,7 @@ class Cluster:
         return rows
 
     def has_ended_tasks(self, tag: str) -> bool:
-        """Whether a task of the tag's running jobs has ended; `False` if that is unknown."""
+        """Returns whether a task of the tag's running jobs has ended; `False` if that is unknown."""
         if self.context is None:
             return False
         try:

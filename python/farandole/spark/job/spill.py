@@ -38,7 +38,7 @@ _MARKS: dict[str, Mark | None] = {}
 
 @dataclass(frozen=True)
 class Stored:
-    """Something that lies in a job's directory.
+    """A file in a job's directory.
 
     Attributes:
         name: SHA-256 of its content, which is its file's name, too.

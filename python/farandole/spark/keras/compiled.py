@@ -71,7 +71,7 @@ def form_of(loss: Any) -> str | None:
 
 
 def has_own_step(model: Any) -> bool:
-    """Whether the model trains in a way of its own, which needs no loss.
+    """Returns whether the model trains in a way of its own, which needs no loss.
 
     Args:
         model: of Keras.

@@ -233,7 +233,7 @@ class _Trainer:
         self.course.reaches(**reached(), scores=scores.everywhere())
 
     def _may_commit(self, source: Batched, step: int) -> bool:
-        """Whether the state may be committed after this step: no gradients wait, and the interval has passed."""
+        """Returns whether the state may be committed after this step: no gradients wait and the interval is over."""
         is_due = self.course.moves and source.keeps_place and step % (self.loop.backward_passes * EVERY) == 0
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
@@ -276,7 +276,7 @@ class _Trainer:
         return scores.everywhere()
 
     def _is_over(self) -> bool:
-        """Whether the run ends before its last epoch; the answer is the same on every rank."""
+        """Returns whether the run ends before its last epoch; the answer is the same on every rank."""
         if self.over is not None or self._has_enough_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
@@ -289,7 +289,7 @@ class _Trainer:
         return stopping > 0
 
     def _is_cut(self) -> bool:
-        """Whether the run ends here, within an epoch."""
+        """Returns whether the run ends here, within an epoch."""
         if self._has_enough_steps():
             self.over = "max_steps"
         elif self.loop.max_time is not None:

@@ -76,7 +76,7 @@ class PowerSGD(Compressor):
         return [results[name] for name, _ in gradients]
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        """Whether the factors are much smaller than the matrix."""
+        """Returns whether the factors are much smaller than the matrix."""
         if gradient.dim() < 2 or gradient.numel() == 0:  # noqa: PLR2004 - a matrix has two
             return False
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]

@@ -92,7 +92,7 @@ class RegistrarStore(Store):
         return there[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all the keys have values."""
+        """Returns whether all the keys have values."""
         return all(self._look(_text(key)) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -115,11 +115,11 @@ class RegistrarStore(Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether the store has `append`, `multi_get` and `multi_set`."""
+        """Returns whether the store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def num_keys(self) -> int:
-        """Not to be asked.
+        """Raises an error: keys cannot be counted.
 
         Raises:
             NotImplementedError: the registrar does not count keys.

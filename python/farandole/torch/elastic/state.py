@@ -285,7 +285,7 @@ def _packed(content: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be loaded without running code."""
+    """Returns whether a value can be loaded without running code."""
     try:
         torch.load(io.BytesIO(_packed(value)), weights_only=True)
     except Exception:  # noqa: BLE001 - of pickle, or of what is pickled

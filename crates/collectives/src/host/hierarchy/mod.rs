@@ -55,7 +55,7 @@ use schedule::{Course, Position, Schedule};
 /// Bytes of elements worked on at a time: they are still in the cache when they are written on.
 const BLOCK: usize = 16 << 10;
 
-/// How far something has come through the chunks that this member carries.
+/// Progress of something through the chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
     chunk: usize,
@@ -85,7 +85,7 @@ fn routes(peers: &Peers) -> Arc<[Route]> {
         .collect()
 }
 
-/// Where one operation is on a route.
+/// State of one operation on a route.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
     writing: Position,

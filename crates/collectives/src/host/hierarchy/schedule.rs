@@ -23,9 +23,8 @@ const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 4;
 
-/// Where in the sequence of messages one direction of a link is. In slot `2 t` is what is early for chunk `t` (an
-/// input, or a partial), in slot `2 t + 1` what is late for chunk `t - ahead` (a result), with the `ahead` of the
-/// [`Course`].
+/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk `t` (an input, or a
+/// partial), slot `2 t + 1` is late for chunk `t - ahead` (a result), with the `ahead` of the [`Course`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Position {
     slot: usize,
@@ -36,7 +35,7 @@ pub(super) struct Position {
 const OVER: usize = usize::MAX;
 
 impl Position {
-    /// Whether there is no further message.
+    /// Returns whether there is no further message.
     pub(super) fn is_over(self) -> bool {
         self.slot == OVER
     }
@@ -93,12 +92,12 @@ impl Course {
         Self { early, late, ahead, from: here, to: there }
     }
 
-    /// Whether nothing ever goes over it.
+    /// Returns whether nothing ever goes over it.
     pub(super) fn is_empty(&self) -> bool {
         self.early.is_none() && self.late.is_none()
     }
 
-    /// Whether the result of a chunk was before this position.
+    /// Returns whether the result of a chunk was before this position.
     pub(super) fn is_past(&self, position: Position, chunk: usize) -> bool {
         position.slot > 2 * (chunk + self.ahead) + 1
     }
@@ -164,13 +163,13 @@ impl Schedule {
         Some((host, start..start + len))
     }
 
-    /// Where a chunk begins, and its length.
+    /// Returns the start of a chunk, and its length.
     pub(super) fn chunk(&self, chunk: usize) -> (usize, usize) {
         let start = (chunk * self.chunk).min(self.bytes);
         (start, (self.bytes - start).min(self.chunk))
     }
 
-    /// Where a host's part of a chunk begins in it, and its length.
+    /// Returns the start of a host's part in a chunk, and its length.
     pub(super) fn part(&self, chunk: usize, host: usize) -> (usize, usize) {
         let bytes = self.chunk(chunk).1;
         let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());

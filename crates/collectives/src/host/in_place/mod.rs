@@ -47,7 +47,7 @@ const BLOCK: usize = 16 << 10;
 /// Bytes reduced in one poll.
 const SLICE: usize = 256 << 10;
 
-/// Whether members tell each other where their tensors lie: depends on what is equal on all of them.
+/// Returns whether members tell each other where their tensors lie: depends on what is equal on all of them.
 pub(super) fn is_considered(peers: &Peers, outputs: &Flat) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
     peers.shape.hosts == 1 && outputs.len() >= LEAST && tensors <= MOST

@@ -7,7 +7,7 @@ use super::super::program::{Builder, Load, Program};
 pub(in super::super) use super::Cut;
 use super::LOOKAHEAD;
 
-/// How elements are cut; `None` where rings are too small.
+/// Cuts the elements; `None` if rings are too small.
 pub(in super::super) fn cut(bytes: usize, members: usize, capacity: usize) -> Option<Cut> {
     let cut = Cut::new(bytes, members, capacity);
     (cut.chunk > 0).then_some(cut)

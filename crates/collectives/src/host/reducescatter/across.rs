@@ -65,7 +65,7 @@ pub(in super::super) struct Across {
     reduced: usize,
 }
 
-/// Whether it pays, as for an allreduce of as many bytes; all members answer the same.
+/// Returns whether it pays, as for an allreduce of as many bytes; all members answer the same.
 pub(in super::super) fn pays(
     peers: &Peers,
     crossover: &Crossover,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! When memory is given, registered and given again.
+//! Memory that is given, registered and given again.
 
 use farandole_collectives::{Communicator as _, Token};
 

@@ -14,7 +14,7 @@ use super::{DONE, Decision, Elastic, Phase, Presence, QUARRELS, SETTLING, Stage,
 use crate::exit::Verdict;
 
 impl Elastic {
-    /// Whether the function has returned on some rank.
+    /// Returns whether the function has returned on some rank.
     pub(super) fn has_done(&self, present: &Present) -> bool {
         present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
@@ -38,7 +38,7 @@ impl Elastic {
             .collect()
     }
 
-    /// Whether anything may follow at once when this worker asks for a world.
+    /// Returns whether anything may follow at once when this worker asks for a world.
     pub(super) fn may_follow(&self, task: TaskId) -> bool {
         if self.workers.get(&task).is_none_or(|worker| worker.dismissed.is_some()) {
             return true;

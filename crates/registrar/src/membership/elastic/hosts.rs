@@ -43,7 +43,7 @@ impl Hosts {
         self.cooldown = cooldown;
     }
 
-    /// Whether somebody tells which hosts there are; otherwise workers come by themselves.
+    /// Returns whether somebody tells which hosts there are; otherwise workers come by themselves.
     pub(super) fn are_known(&self) -> bool {
         self.known
     }

@@ -61,25 +61,25 @@ pub(crate) struct Rules {
     pub(crate) most: u32,
     /// Workers beyond `most` that wait, ready to take a place.
     pub(crate) spares: u32,
-    /// How long a job may wait for workers.
+    /// Longest wait of a job for workers.
     pub(crate) timeout: Duration,
     /// Worlds after the first that may be formed.
     pub(crate) reset_limit: Option<u32>,
     /// Shortest and longest time without a new worker on a host where one has failed.
     pub(crate) cooldown: (Duration, Duration),
-    /// How long a worker may take from its start until its agent has registered.
+    /// Longest time between the start of a worker and the registration of its agent.
     pub(crate) start_timeout: Duration,
-    /// When an agent counts as gone.
+    /// Limits after which an agent counts as gone.
     pub(crate) liveness: Liveness,
 }
 
-/// How long a member that others have lost may take to show that it lives, by asking for the next world.
+/// Longest time in which a member that others have lost must show that it lives, by asking for the next world.
 const SUSPECTED: Duration = Duration::from_millis(500);
-/// How long a dismissed worker may take to leave.
+/// Longest time in which a dismissed worker must leave.
 const LEAVING: Duration = Duration::from_secs(60);
-/// How long the first world waits for workers beyond those it needs.
+/// Time for which the first world waits for workers beyond those it needs.
 const SETTLING: Duration = Duration::from_secs(3);
-/// Why the last workers end.
+/// The reason why the last workers end.
 const DONE: &str = "the job is done";
 /// Worlds in a row in which two members lose each other, and nobody else fails, until one of them has to go.
 const QUARRELS: u32 = 2;
@@ -132,11 +132,11 @@ pub(crate) struct Elastic {
     /// Workers that came by themselves, gone ones included.
     came: BTreeSet<TaskId>,
     present: Option<Present>,
-    /// When the job began.
+    /// The time at which the job began.
     began: Duration,
     /// Since when enough workers were ready for the first world.
     enough_since: Option<Duration>,
-    /// Why the last worker was lost: what a job that ends for lack of workers says.
+    /// The reason why the last worker was lost: what a job that ends for lack of workers says.
     last_loss: Option<String>,
     /// After a restart: until when workers that others have lost may connect again.
     returning_until: Duration,

@@ -25,7 +25,8 @@ pub(crate) enum What {
 }
 
 impl What {
-    /// Whether a journal tells it in any case. What comes often, or may be repeated, is told only if it changed something.
+    /// Returns whether a journal tells it in any case. What comes often, or may be repeated, is told only if it
+    /// changed something.
     fn always_counts(&self) -> bool {
         match self {
             Self::Registers { .. } | Self::Asks { .. } => false,

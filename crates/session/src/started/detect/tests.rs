@@ -167,7 +167,7 @@ fn starts_are_told_apart_by_what_all_their_processes_share() {
 }
 
 proptest! {
-    /// Whatever stands in the variables: a rank of its size, an error, or nothing.
+    /// Any values of the variables give a rank of its size, an error, or nothing.
     #[test]
     fn any_environment_is_a_place_an_error_or_nobodys(
         values in prop::collection::vec(prop::option::of("[0-9]{1,2}|-1|x|"), 24)

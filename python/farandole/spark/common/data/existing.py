@@ -97,7 +97,7 @@ def in_use(where: Existing) -> Iterator[None]:
 
 
 def is_prepared(paths: str | list[str]) -> bool:
-    """Whether Farandole prepared the rows.
+    """Returns whether Farandole prepared the rows.
 
     Args:
         paths: of the rows.

@@ -101,7 +101,7 @@ class ClassParams(Parameters):
         return self._set(thresholds=[1.0 - float(value), float(value)])
 
     def _class_params(self) -> dict[str, Any]:
-        """Those that are set, by name."""
+        """Returns the parameters that are set, by name."""
         names = (*COLUMNS, "thresholds", "class_names", "output_form")
         return {name: value for name in names if (value := self.getOrDefault(name)) is not None}
 

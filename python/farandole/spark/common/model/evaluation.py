@@ -238,7 +238,7 @@ class ValueSums:
 
 
 def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True) -> ClassSums | ValueSums:
-    """Nothing counted yet.
+    """Returns sums over no rows.
 
     Args:
         form: of the model's output.

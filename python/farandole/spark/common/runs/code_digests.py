@@ -44,7 +44,7 @@ def local_name(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """Whether a function, a class or an object's class is neither of Python's library nor of a framework.
+    """Returns whether a function, a class or an object's class is neither of Python's library nor of a framework.
 
     Args:
         value: a function, a class, or an object.
@@ -54,7 +54,7 @@ def is_users(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's own modules.
+    """Returns whether a value is an object of a class of the user's own modules.
 
     Args:
         value: any.
@@ -63,7 +63,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value is a torch module.
+    """Returns whether a value is a torch module.
 
     Args:
         value: any.
@@ -73,7 +73,7 @@ def is_module(value: Any) -> bool:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a value is a function or a class that Python code defines.
+    """Returns whether a value is a function or a class that Python code defines.
 
     Args:
         value: any.
@@ -89,7 +89,7 @@ def _module_of(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor or an array of a framework.
+    """Returns whether a value is a tensor or an array of a framework.
 
     Args:
         value: any.
@@ -211,7 +211,7 @@ def _used(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _counts(value: Any, module: str) -> bool:
-    """Whether an object that a function names belongs to the function's behaviour."""
+    """Returns whether an object that a function names belongs to the function's behaviour."""
     if isinstance(value, (*_PLAIN, functools.partial)) or is_array(value) or is_module(value):
         return True
     if isinstance(value, types.MethodType):
@@ -224,7 +224,7 @@ def _counts(value: Any, module: str) -> bool:
 
 
 def _is_followed(module: str) -> bool:
-    """Whether a module is the user's own. Installed packages change only with their versions."""
+    """Returns whether a module is the user's own. Installed packages change only with their versions."""
     if module == "__main__":
         return True
     package = module.partition(".")[0]

@@ -274,7 +274,7 @@ def _public(value: Any) -> dict[str, Any]:
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute of an object says how it works.
+    """Returns whether an attribute of an object says how it works.
 
     Numbers, words, arrays, collections, functions, and objects of the user's classes do.
     """

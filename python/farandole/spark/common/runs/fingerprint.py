@@ -39,7 +39,7 @@ DECIDE = frozenset(
 )  # fmt: skip
 """Another value makes another run."""
 LENGTH = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
-"""When a run ends: a run may go on for longer, and each fit of a tuner has its own."""
+"""Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner has its own."""
 ELSEWHERE = frozenset(
     {
         "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose", "partitions_per_process", "run_id",
@@ -139,7 +139,7 @@ class Fingerprint:
         return [Difference(name, old.told, new.told) for old, new, name in pairs if old.digest != new.digest]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
-        """Whether the initial weights of a fit's model differ from those of the run.
+        """Returns whether the initial weights of a fit's model differ from those of the run.
 
         Args:
             now: the fingerprint of that fit.

@@ -71,7 +71,7 @@ class Monitor:
         return row[name]
 
     def is_better(self, new: float, old: float | None) -> bool:
-        """Whether a number is better than the best so far; one that is no number never is."""
+        """Returns whether a number is better than the best so far; one that is no number never is."""
         if math.isnan(new):
             return False
         if old is None:
@@ -114,6 +114,6 @@ class EarlyStopping(Monitor):
         return super().of(value)
 
     def is_over(self, history: list[Entry]) -> bool:
-        """Whether the run has become no better for `patience` epochs."""
+        """Returns whether the run has become no better for `patience` epochs."""
         best = self.best(history)
         return len(history) - 1 - (-1 if best is None else best) >= self.patience

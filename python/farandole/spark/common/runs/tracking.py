@@ -153,7 +153,7 @@ class _Service(Tracker):
 
     @abstractmethod
     def _is_active(self) -> bool:
-        """Whether the user has a run."""
+        """Returns whether the user has a run."""
 
     @abstractmethod
     def _start(self) -> None:

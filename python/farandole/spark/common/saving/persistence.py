@@ -88,7 +88,7 @@ class ParamsReader(MLReader[T]):
         self.allowed: bool | None = None
 
     def allow_pickle(self, allowed: bool = True) -> Self:
-        """Whether pickled code that was saved may run; without this, the variable `FARANDOLE_ALLOW_PICKLE` says.
+        """Permits or forbids pickled code that was saved; by default, `FARANDOLE_ALLOW_PICKLE` decides.
 
         Args:
             allowed: refused before anything runs, where it is `False`.
@@ -142,7 +142,7 @@ class ParamsReader(MLReader[T]):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON holds a value as it is."""
+    """Returns whether JSON holds a value as it is."""
     if isinstance(value, list):
         return all(is_plain(one) for one in value)
     return value is None or isinstance(value, str | int | float | bool)

@@ -80,7 +80,7 @@ class _Files(Protocol):
     """The reader and writer of the directory; names are relative to it."""
 
     def exists(self) -> bool:
-        """Whether an object is there, or a part of one."""
+        """Returns whether an object is there, or a part of one."""
         ...
 
     def names(self) -> list[str] | None:
@@ -387,7 +387,7 @@ def _value(row: reader.Batch, name: str) -> bytes:
 
 
 def _is_visible(name: str) -> bool:
-    """Whether a file counts: Spark's marks and checksums go with their files."""
+    """Returns whether a file counts: Spark's marks and checksums go with their files."""
     return not name.rpartition("/")[2].startswith(("_", "."))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the time of one rank's steps goes: for Spark's Training tab, the run viewer, and the rank's timeline.
+"""The time of each part of a rank's step: for Spark's Training tab, the run viewer, and the rank's timeline.
 
 Nothing is measured where nobody wants to know.
 """
@@ -70,7 +70,7 @@ class Meter:
         self._steps, self._all, self._data, self._reduce = 0, 0.0, 0.0, 0.0
 
     def epoch_begins(self) -> None:
-        """What came before, as a validation, belongs to no step."""
+        """Starts the epoch's first step: time before it, such as that of validation, belongs to no step."""
         self._last = self._clock()
         self._close()
         self.traced = timeline.has_timeline()

@@ -31,7 +31,7 @@ _HIDDEN = ("epoch", "seconds", "rows")
 _SURE_SECONDS = 1.0
 """Before that, the speed of a fit is not known."""
 _SHOWN = {"step": ("epochs", "steps", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
-"""What estimators add to a report, by its kind."""
+"""Values that estimators add to a report, by its kind."""
 
 
 class Progress(AbstractContextManager["Progress"]):

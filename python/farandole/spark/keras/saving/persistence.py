@@ -71,7 +71,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def safe_mode(self, safe: bool) -> Self:
-        """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
+        """Chooses whether Keras refuses models with Python lambdas, whose code would run; it does by default.
 
         Asked for `True`, classes and functions that were pickled beside the model are refused, too.
 

@@ -192,7 +192,7 @@ class Told:
         self._moments: set[tuple[int, str]] = set()
 
     def untold(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
-        """Those of a list that are to be told of a moment now: the user's once, others always.
+        """Returns the callbacks of a list that a moment calls now: the user's callbacks once, others always.
 
         Args:
             callbacks: the list.

@@ -86,7 +86,7 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 
 def takes_indices(loss: Any) -> bool:
-    """Whether a torch loss takes the index of a class as label.
+    """Returns whether a torch loss takes the index of a class as label.
 
     Args:
         loss: of any kind.

@@ -37,7 +37,7 @@ _MOST_SIDES = 64
 
 
 def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the format can hold all of them.
+    """Returns whether the format can hold all of them.
 
     Args:
         tensors: by name.

@@ -99,7 +99,7 @@ class Scores:
 
 
 def is_stateful(function: Any) -> bool:
-    """Whether a metric keeps a state of its own, as those of torchmetrics do."""
+    """Returns whether a metric keeps a state of its own, as those of torchmetrics do."""
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to"))
 
 

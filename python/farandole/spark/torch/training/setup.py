@@ -147,5 +147,5 @@ def module_steps(data: Data, size: int) -> tuple[int, int]:
 
 
 def _is_exact(dtype: str) -> bool:
-    """Whether labels of this type can be examined as float32."""
+    """Returns whether labels of this type can be examined as float32."""
     return dtype.startswith(("float", "int", "uint", "bool"))

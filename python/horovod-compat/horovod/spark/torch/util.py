@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_module_available(module_name: str) -> bool:
-    """Whether a module can be imported."""
+    """Returns whether a module can be imported."""
     return find_spec(module_name) is not None
 
 
@@ -25,7 +25,7 @@ def is_module_available_fn() -> Callable[[str], bool]:
 
 
 def save_into_bio(obj: Any, save_obj_fn: Callable[[Any, io.BytesIO], Any]) -> io.BytesIO:
-    """What a function writes of an object, to be read from its beginning.
+    """Returns a file in memory with the object that a function wrote to it, positioned at its beginning.
 
     Args:
         obj: The object.

@@ -26,7 +26,7 @@ use self::restarts::Kept;
 use super::*;
 use crate::exit::{Exit, How};
 
-/// When faults end, and when everything must be over. In milliseconds.
+/// Times at which faults end, and at which everything must be over. In milliseconds.
 const HEALED: u64 = 120_000;
 const END: u64 = 600_000;
 const BEAT: u64 = 1_000;
@@ -203,7 +203,7 @@ impl Run {
         panic!("seed {}, {} ms: {what}\n{living:?}\n{:#?}", self.seed, self.now, self.machine)
     }
 
-    /// Whether the job finished, how many worlds it had, and how often the registrar died.
+    /// Returns whether the job finished, how many worlds it had, and how often the registrar died.
     fn run(mut self) -> (bool, u64, u64) {
         while let Some(Reverse((at, _, what))) = self.queue.pop() {
             if let Some(over) = &self.over {

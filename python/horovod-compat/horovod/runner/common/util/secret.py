@@ -27,5 +27,5 @@ def compute_digest(key: bytes, message: bytes) -> bytes:
 
 
 def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
-    """Whether a digest is that of a message, in constant time."""
+    """Returns whether a digest is that of a message, in constant time."""
     return hmac.compare_digest(compute_digest(key, message), digest)

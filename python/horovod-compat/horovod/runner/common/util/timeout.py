@@ -37,7 +37,7 @@ class Timeout:
         return max(0.0, self._end - time.monotonic())
 
     def timed_out(self) -> bool:
-        """Whether it has passed."""
+        """Returns whether it has passed."""
         return time.monotonic() > self._end
 
     def check_time_out_for(self, activity: str) -> None:
