@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import farandole.torch as hvd
-from farandole.torch._comparison import digest
+from farandole.torch._state_comparison import digest
 from farandole.torch._state_transfer import Piece, Span, edges_of, pieces_of
 
 PIECE, LARGE = 256, 64
@@ -156,9 +156,9 @@ def test_parts_end_between_two_elements():
 
 
 def test_equal_bytes_have_equal_digests_wherever_they_are(monkeypatch):
-    from farandole.torch import _comparison
+    from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
     for count in (0, 1, 3, 15, 16, 17, 33, 1000):
         numbers = (torch.arange(count + 1) % 251).to(torch.uint8)
         shifted = torch.cat([numbers[:1], numbers])[1:]
@@ -180,9 +180,9 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("one, other", DIFFERENCES.values(), ids=DIFFERENCES)  # noqa: PT006
 def test_different_bytes_have_different_digests(monkeypatch, one, other):
-    from farandole.torch import _comparison
+    from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
     assert digest(one) != digest(other)
 
 

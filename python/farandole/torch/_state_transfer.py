@@ -8,7 +8,7 @@ for the tensors. There are two ways:
 
 - Every sender sends a part of each piece to each taker, all at the same time, by `alltoall`. Nobody else receives
   anything. The taker copies each piece into its place. The tensors must have the same bytes on all senders, as
-  `farandole.torch._comparison` finds out.
+  `farandole.torch._state_comparison` finds out.
 - If there are more takers than senders, each byte would be sent too often. Then one sender broadcasts each piece. In a
   world of two, the sender does so, too, because a large tensor is then received in its place.
 """
@@ -24,8 +24,8 @@ import torch
 from farandole.common import basics
 from farandole.torch._alltoall import alltoall_async
 from farandole.torch._broadcast import broadcast_async_
-from farandole.torch._comparison import bytes_of
 from farandole.torch._handles import synchronize
+from farandole.torch._state_comparison import bytes_of
 from farandole.torch.functions import rebuilt
 
 if TYPE_CHECKING:

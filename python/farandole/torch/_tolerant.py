@@ -34,9 +34,9 @@ from farandole.common.util import Max
 from farandole.torch._allgather import allgather
 from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
-from farandole.torch._comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
+from farandole.torch._state_comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
 from farandole.torch._state_transfer import Layout, Roles, move, room
 from farandole.torch.functions import allgather_object, broadcast_value, described, packed
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def is_frame(value: Any) -> bool:
-    """Returns whether a value holds rows: a table of pyarrow, pandas, polars or Iceberg, a Ray data set, or Arrow data."""
+    """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data set, or a stream."""
     kinds = (_is_pandas, is_arrow_dataset, _is_ray_dataset, is_lazy, is_iceberg)
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 

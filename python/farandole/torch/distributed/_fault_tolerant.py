@@ -42,10 +42,10 @@ from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.notices import heed, is_elastic
 from farandole.common.util import Average
-from farandole.torch._comparison import described_line, equal_and_others
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, table, usable
 from farandole.torch._reduce import Reduction
+from farandole.torch._state_comparison import described_line, equal_and_others
 from farandole.torch._state_transfer import Roles, move
 from farandole.torch._tolerant import Tolerance, claim
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
