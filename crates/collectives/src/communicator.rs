@@ -120,8 +120,8 @@ pub trait Communicator: Send {
         }
     }
 
-    /// Returns whether members still find out whether they can have it; it counts as pending. Until then nobody asks
-    /// what it carries, and nobody submits.
+    /// Returns whether members still find out whether they can have it; it counts as pending. Until then no caller
+    /// asks what it carries or submits an operation.
     fn is_forming(&self) -> bool {
         false
     }
@@ -143,12 +143,12 @@ pub trait Communicator: Send {
     /// Waits until what was launched is done, for at most so long: before an end in good order.
     fn drain(&mut self, _limit: Duration) {}
 
-    /// For an owner that makes no more progress: nobody touches the memory of what was submitted any more. All later
-    /// calls fail.
+    /// For an owner that makes no more progress: the memory of submitted operations is not touched any more. All
+    /// later calls fail.
     fn abandon(&mut self) {}
 
-    /// Memory of the communicator's device for a result of so many bytes, at least one: operations submitted from now on
-    /// may write it, nobody else yet.
+    /// Memory of the communicator's device for a result of so many bytes, at least one: only operations submitted
+    /// from now on may write it.
     ///
     /// # Errors
     /// `Device` when the device has none left; `Shape` where there is no device.
@@ -160,7 +160,8 @@ pub trait Communicator: Send {
     fn pending(&self) -> usize;
 }
 
-/// Memory of a device that an operation fills; the device has it back when somebody has fetched the bytes, or dropped this.
+/// Memory of a device that an operation fills; the device gets it back when the bytes were fetched, or this was
+/// dropped.
 pub trait Room: Send + Sync {
     /// The memory, for the operation alone: to be used no longer than this lives.
     fn buffer(&self) -> Buffer;

@@ -11,7 +11,7 @@ use std::str::FromStr;
 /// A way to do an allreduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Everybody sends everything to everybody: one step.
+    /// Every member sends everything to every other member: one step.
     Direct,
     /// One member of each host collects, these swap partial sums with twice as many at each step, and hand out.
     Doubling,

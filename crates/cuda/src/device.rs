@@ -209,8 +209,8 @@ impl Gpu {
         let copied = open.context.call(name, |table| {
             for (from, to) in pairs.iter().filter(|(from, _)| !from.is_empty()) {
                 let (source, target, bytes) = (from.address(), to.address(), from.len());
-                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below is
-                // reached, which keeps what the buffers own; so does whoever waits for it.
+                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below
+                // is reached, which keeps what the buffers own; so does each waiter of the event.
                 let status = unsafe {
                     match down {
                         true => {
@@ -312,7 +312,7 @@ impl Drop for Reached {
         let mark = self.mark;
         if !*self.done.get_mut() && !self.keep.is_empty() {
             if self.held.get_mut().is_some() {
-                // Staging memory must not be used again before; nobody waits for that.
+                // Staging memory must not be used again before, and no thread waits for that.
                 self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
                 return;
             }

@@ -281,7 +281,7 @@ impl Driver {
     }
 }
 
-/// A device's context, shared with whoever else in the process uses the device.
+/// A device's context, shared with all other users of the device in this process.
 pub struct Context {
     driver: Driver,
     ordinal: u32,
@@ -417,8 +417,8 @@ impl Context {
         Ok(address)
     }
 
-    /// A pool of our own. The default one gives all that it has back to the system whenever somebody waits for a stream,
-    /// and takes it again for the next result, which takes longer than most results.
+    /// A pool of our own. The default pool returns its memory to the system at each wait for a stream, and allocates
+    /// again for the next result, which takes longer than most results.
     fn pool(&self) -> Option<MemoryPool> {
         let table = self.driver.table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;

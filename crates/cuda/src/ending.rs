@@ -25,7 +25,7 @@ pub(crate) fn wait_for(mut come: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Waits for what was launched, at most so long; what fails meanwhile is told elsewhere.
+/// Waits for launched work, at most so long; failures in the meantime are reported elsewhere.
 pub(crate) fn drain(communicator: &mut dyn Communicator, limit: Duration) {
     let (began, mut over) = (Instant::now(), Vec::new());
     while communicator.pending() > 0 && began.elapsed() < limit {

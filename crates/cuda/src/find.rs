@@ -3,9 +3,9 @@
 
 //! The search for CUDA's libraries.
 //!
-//! In this order: folders that somebody named, what the process has loaded already (torch loads its own), wheels next
-//! to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA 13 in
-//! `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
+//! In this order: folders named by the user, libraries that the process has loaded already (torch loads its own),
+//! wheels next to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA
+//! 13 in `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
 
 use std::path::{Path, PathBuf};
 
@@ -73,7 +73,7 @@ impl Kind {
 /// Folders to search.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Folders somebody named; they come first.
+    /// Folders named by the user; they come first.
     pub named: Vec<PathBuf>,
     /// Folders of installed packages.
     pub packages: Vec<PathBuf>,

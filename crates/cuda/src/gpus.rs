@@ -252,7 +252,7 @@ struct Card {
     version: i32,
     /// Abilities that count if all members have them: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
     abilities: u8,
-    /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
+    /// Equal for processes that can use each other's windows; 0 if this one can use no other's.
     neighbours: u64,
 }
 

@@ -52,7 +52,7 @@ impl Agreed {
 
     /// Members have told each other their rows.
     pub(crate) fn deal(&self, deal: Deal) {
-        // Nobody else knows them: they are asked for once.
+        // No other thread knows them: they are asked for once.
         let _known = self.deal.set(deal);
     }
 
@@ -183,7 +183,7 @@ impl Cache {
         }
     }
 
-    /// Everybody who may still mean entries dropped by lists up to `list` has seen those lists.
+    /// All ranks that may still refer to entries dropped by lists up to `list` have seen those lists.
     pub(crate) fn forget_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {

@@ -27,7 +27,7 @@ pub(crate) struct Place<'a> {
     pub(crate) devices: &'a Devices,
 }
 
-/// Splits a request into this rank's part and everybody's.
+/// Splits a request into this rank's part and the part that is equal on all ranks.
 pub(crate) fn check(
     request: Request,
     place: &Place<'_>,

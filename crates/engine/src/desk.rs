@@ -144,7 +144,7 @@ impl Desk {
         }
     }
 
-    /// From now on the set refuses requests, also those of who looked it up before. That is kept for good.
+    /// From now on the set refuses requests, also those of callers that looked it up before. That is kept for good.
     pub(crate) fn leave(&mut self, set: usize, cause: &Arc<Cause>) {
         let names = self.sets.entry(set).or_default();
         names.left.get_or_insert_with(|| Arc::clone(cause));
@@ -177,7 +177,7 @@ impl Desk {
         }
     }
 
-    /// Ends what nobody has any more, of whom the last panicked with it.
+    /// Ends a set whose last user panicked while holding it.
     pub(crate) fn end(&mut self, cause: &Arc<Cause>, calls: &mut Vec<Call>) {
         let open = |(number, state): (&u64, &State)| (!matches!(state, State::Done(_))).then_some(*number);
         let lost: Vec<u64> = self.handles.iter().filter_map(open).collect();

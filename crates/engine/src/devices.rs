@@ -54,7 +54,7 @@ impl Devices {
     /// The device a buffer is on, if it is on one.
     ///
     /// # Errors
-    /// `Device` when nobody knows it.
+    /// `Device` if it is unknown.
     pub(crate) fn of(&self, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, Error> {
         let Place::Device(ordinal) = buffer.place() else { return Ok(None) };
         let device = self.known.read().iter().find(|device| device.ordinal() == ordinal).cloned();

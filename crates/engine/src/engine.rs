@@ -125,8 +125,8 @@ impl Engine {
         self.member(set).map(|member| member.ranks)
     }
 
-    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of other
-    /// sets go on meanwhile.
+    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of
+    /// other sets continue meanwhile.
     ///
     /// # Errors
     /// `Start` when the parts do not fit together or the number is taken; `Stopped`, `Forked`.
@@ -187,8 +187,9 @@ impl Engine {
         Ok(handle)
     }
 
-    /// As [`Engine::submit`], for a caller that calls [`Engine::wait`] next: nobody else is woken for it, and a small
-    /// synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter second.
+    /// As [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is woken for it, and a
+    /// small synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter
+    /// second.
     ///
     /// # Errors
     /// As [`Engine::submit`].
@@ -233,7 +234,7 @@ impl Engine {
         Ok(())
     }
 
-    /// With a callback for each request, or with none; nobody is told yet.
+    /// With a callback for each request, or with none; no thread is woken yet.
     fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
         self.check_process()?;
         let members = requests.len();
@@ -278,7 +279,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns whether `wait` would return at once. Quick: if nobody drives, the background thread is told to.
+    /// Returns whether `wait` would return at once. Quick: if no thread drives, the background thread is woken.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.

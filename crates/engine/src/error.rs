@@ -225,7 +225,7 @@ pub enum Cause {
         /// Its reason.
         text: String,
     },
-    /// The ranks put a tensor into different groups. Every rank is told the same.
+    /// The ranks put a tensor into different groups. Every rank gets the same error.
     #[error("{text}")]
     Disagreement {
         /// The difference, then the submission of every rank.
@@ -245,7 +245,7 @@ pub enum Cause {
         /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
-    /// A bug: whoever drove has panicked, and said where on stderr.
+    /// A bug: the driving thread has panicked, and its message is on stderr.
     #[error("the engine panicked, and said where on stderr: this is a bug")]
     Panicked,
     /// A peer sent what it may not.
@@ -303,7 +303,7 @@ impl Error {
 }
 
 impl Cause {
-    /// Returns whether nothing is wrong: somebody has left.
+    /// Returns whether nothing is wrong: a rank has left.
     pub(crate) fn is_orderly(&self) -> bool {
         matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
     }

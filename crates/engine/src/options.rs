@@ -15,8 +15,8 @@ use crate::{Observer, Tune};
 
 /// Sleep of the one driving thread until a peer or a local thread has work for it.
 ///
-/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: whoever
-/// delivers something after `prepare` ends the `park`, also when it comes first.
+/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: anything
+/// delivered after `prepare` ends the `park`, also if it comes first.
 pub trait ProgressHost: Send + Sync {
     /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this process.
     fn prepare(&self);
@@ -52,8 +52,7 @@ pub struct Settings {
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
     /// Longest time between a lost link and the reason for it: its peer's farewell, its report of what it stopped
-    /// for, or the word of whoever watches the processes. A peer that closed a link is most often not the one to
-    /// blame.
+    /// for, or a report of the process that watches. A peer that closed a link is most often not the one to blame.
     pub hearsay: Duration,
     /// Busy-waiting before a waiting thread sleeps.
     pub spin: Duration,
@@ -123,7 +122,7 @@ pub struct EngineOptions {
     pub host: Arc<dyn ProgressHost>,
     /// Process sets this rank is in; set 0 must be among them.
     pub sets: Vec<SetOptions>,
-    /// Process sets this rank is not in, so that using them is told apart from a wrong number.
+    /// Process sets without this rank, so that the error for them differs from that for a wrong number.
     pub foreign: Vec<ProcessSetId>,
     /// Devices whose memory requests may name; see [`Engine::add_device`](crate::Engine::add_device).
     pub devices: Vec<Arc<dyn Device>>,

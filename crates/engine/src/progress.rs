@@ -56,14 +56,14 @@ impl Driver {
     }
 }
 
-/// For whom a thread drives.
+/// The waiter for which a thread drives.
 #[derive(Clone, Copy)]
 enum Until {
     /// Itself: until its result is there or its time is over.
     Done(Handle, Instant),
-    /// Everybody: until nothing is in progress or somebody else wants to.
+    /// For all: until nothing is in progress or another thread wants to drive.
     Idle,
-    /// Nobody: sleeping on behalf of peers until anything happens.
+    /// For no local waiter: sleeping on behalf of peers until anything happens.
     Something,
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct Inner {
     /// With `desk`: a result was posted, or the progress lock is free.
     changed: Condvar,
     signals: Signals,
-    /// Grows whenever somebody drove.
+    /// Grows each time a thread drove.
     pub(crate) drives: AtomicU64,
     /// Ranks outnumber cores: give way instead of spinning.
     crowded: bool,

@@ -26,7 +26,7 @@ pub trait Observer: Send + Sync {
     fn note(&self, _text: &str) {}
 
     /// Another rank waits for this one and wants to know what its threads do. The text is given to `answer` later,
-    /// from any thread; dropping it says that nobody knows.
+    /// from any thread; dropping it says that the text is unknown.
     fn describe(&self, answer: Answer) {
         drop(answer);
     }
@@ -90,7 +90,7 @@ pub struct Stall {
     pub tensor: Arc<str>,
     /// The operation on it: `allreduce of gradient.3`, `an addition of process set [0, 1]`.
     pub what: String,
-    /// Whether it moves no data, so that those who submitted it wait for it and do nothing else.
+    /// Whether it moves no data, so that its submitters wait for it and do nothing else.
     pub meeting: bool,
     /// Since the first rank submitted it, as far as the coordinator knows.
     pub waiting: Duration,
@@ -126,7 +126,7 @@ pub struct Absentee {
     pub stack: Stack,
 }
 
-/// Everything that has waited too long in a process set, and what is known about those who are missing.
+/// Everything that has waited too long in a process set, and the known facts about the missing ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StallReport {
     /// The process set.

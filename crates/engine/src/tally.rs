@@ -75,7 +75,7 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// As reports name it, and whether it is a meeting; of the first who came where they differ.
+    /// Its name in reports, and whether it is a meeting; of the first rank's request if ranks differ.
     pub(crate) fn what(&self, name: &str) -> (String, bool) {
         let signature = self.wish.as_ref().and_then(Wish::signature);
         signature.map_or_else(
@@ -110,7 +110,7 @@ fn merge(variants: &mut Vec<Variant>, variant: Variant) {
 }
 
 impl Wish {
-    /// The collective, of the first who came where they differ.
+    /// The collective; that of the first rank if ranks differ.
     pub(crate) fn call(&self) -> Option<Call> {
         self.signature().map(|signature| signature.call)
     }

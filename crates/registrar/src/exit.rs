@@ -24,7 +24,7 @@ pub enum How {
 pub struct Exit {
     /// The way.
     pub how: How,
-    /// A collective had lost a peer: somebody else failed first.
+    /// A collective had lost a peer: another task failed first.
     pub peer_error: bool,
     /// The agent ended it.
     pub stopped: bool,

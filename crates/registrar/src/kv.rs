@@ -69,7 +69,7 @@ impl KeyValues {
         self.generation == generation
     }
 
-    /// Sets `key`; the last value wins. Wakes whoever waits for it.
+    /// Sets `key`; the last value wins. Wakes all that wait for it.
     pub(crate) fn put(&mut self, generation: Generation, key: String, value: Bytes) -> Result<(), Full> {
         if !self.enter(generation) {
             return Err(Full::Over);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and hears once: everybody's
-//! card, or why the world cannot form. So a world of N costs N calls.
+//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and gets one answer:
+//! the cards of all ranks, or the reason why the world cannot form. So a world of N costs N calls.
 //!
 //! A rank's worlds are counted here and not in its process, and all members of a world count it together. Ranks whose
 //! `init` failed on some of them therefore meet again when they try again.
@@ -52,7 +52,7 @@ pub(crate) struct Formed {
     cards: Bytes,
 }
 
-/// A rank of it, the attempt by which it came, and who that was.
+/// A rank of it, the attempt by which it came, and the caller of that attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Member {
     rank: u32,
@@ -92,7 +92,7 @@ struct Asker {
     worlds: Vec<Members>,
     /// Its latest question, which stands until it asks again or gives up, whatever the answer was.
     asks: Option<(u64, Members)>,
-    /// The answer to its latest attempt that met everybody: its call may be repeated.
+    /// The answer to its latest attempt that met all ranks: its call may be repeated.
     met: Option<(u64, Arc<Met>)>,
     /// The host on which its worker ended.
     ended: Option<String>,
@@ -240,7 +240,7 @@ impl Meetings {
         })
     }
 
-    /// Tells those who wait for the asking rank in another world than it asks for.
+    /// Answers ranks that wait for the asking rank in another world than it asks for.
     fn turn_away_others(&mut self, ask: &Ask, first: usize) {
         let apart = Apart::Elsewhere { rank: ask.rank, members: Arc::clone(&ask.members) };
         let waits = |members: &Members, group: &Group| {
@@ -297,7 +297,7 @@ impl Meetings {
         }
     }
 
-    /// A rank's worker has ended well: nobody waits for it any more.
+    /// A rank's worker has ended well: no rank waits for it any more.
     pub(crate) fn ended(&mut self, generation: Generation, rank: u32, host: String) {
         if !self.enter(generation) {
             return;

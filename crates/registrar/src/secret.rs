@@ -6,8 +6,8 @@
 //!
 //! Everything is HMAC-SHA256 of a label and the job's name under the secret, so jobs with one secret have nothing in
 //! common. The certificate holds nothing of its own: key, serial number and dates are fixed, and an Ed25519 signature
-//! over the same bytes is the same signature. Its public key lets one who reaches the registrar try out secrets, so a
-//! secret must be random, not a password.
+//! over the same bytes is the same signature. Whoever can connect to the registrar can use its public key to try
+//! secrets, so a secret must be random, not a password.
 
 use std::fmt;
 
@@ -49,7 +49,7 @@ impl Secret {
         Ok(Ticket::new(self.token(), self.identity()?.fingerprint, self.job.clone(), addresses))
     }
 
-    /// One of `count` ports from `first` on, the same for all who hold the secret.
+    /// One of `count` ports from `first` on, the same for all that have the secret.
     pub fn port(&self, first: u16, count: u16) -> u16 {
         let [high, low, ..] = self.derive("port");
         first.saturating_add(u16::from_be_bytes([high, low]) % count.max(1))

@@ -86,7 +86,7 @@ impl Ticket {
         }
     }
 
-    /// The same ticket with a token of somebody else: what a guess looks like. For tests.
+    /// The same ticket with another token, as a guess has. For tests.
     #[doc(hidden)]
     pub fn forged_token(&self) -> Self {
         Self { token: Token::random(), ..self.clone() }

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 
 #[repr(C)]
 struct Page {
-    /// 1: the owner sleeps or is about to; whoever resets it rings.
+    /// 1: the owner sleeps or is about to; the side that resets it rings.
     parked: Line<Parked>,
     /// Grows as long as the owner runs.
     heartbeat: Line<AtomicU64>,
@@ -105,7 +105,7 @@ impl Bell {
     pub fn ring(&self) -> Result<()> {
         self.guard.check()?;
         match write(&self.event, &1_u64.to_ne_bytes()) {
-            // Full means that nobody answered 2^64 rings yet: it is rung.
+            // Full means 2^64 unanswered rings, so it is rung.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(source) => Err(Error::System { call: "write", source }),
         }

@@ -131,7 +131,7 @@ impl Region {
         self.head().retired.load(Ordering::Acquire) != 0
     }
 
-    /// Returns whether others may be told of it: by its owner, in the process that created it.
+    /// Returns whether it may be announced to others: by its owner, in the process that created it.
     pub fn is_shareable(&self) -> bool {
         self.file.is_some() && self.guard.intact() && !self.retired()
     }
@@ -145,7 +145,7 @@ impl Region {
     /// seen here, and what they read does not change any more. Nobody here may write to it meanwhile.
     ///
     /// # Errors
-    /// `System`; it is shared as before, though nobody is to use it.
+    /// `System`; it is shared as before, but must not be used.
     pub fn detach(&self) -> Result<()> {
         self.guard.check()?;
         if self.file.is_none() || self.head().retired.swap(1, Ordering::AcqRel) != 0 {

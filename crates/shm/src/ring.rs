@@ -4,7 +4,7 @@
 //! Rings for one producer and one consumer, mapped twice back to back so that every window is contiguous.
 //!
 //! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`. Each side keeps its
-//! own position privately and only publishes it, so that a peer can confuse nobody but itself (`SHM-3`).
+//! own position privately and only publishes it, so that a peer can confuse only itself (`SHM-3`).
 
 #![expect(unsafe_code, reason = "hands out windows of mapped memory as slices")]
 
@@ -144,10 +144,10 @@ impl Producer {
             used = self.ring.used(self.tail, cursors.want())?;
         }
         self.granted = self.ring.capacity - used;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
-        // which lives as long as `self`. The consumer reads only up to the published tail, and there is one producer
-        // (SHM-2), so nobody else touches these bytes while `self` is borrowed; no two of them are the same memory,
-        // because the mirror repeats only after `capacity`.
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the
+        // mapping, which lives as long as `self`. The consumer reads only up to the published tail, and there is one
+        // producer (SHM-2), so no other code touches these bytes while `self` is borrowed; no two of them are the
+        // same memory, because the mirror repeats only after `capacity`.
         Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), self.granted) })
     }
 
@@ -192,7 +192,7 @@ impl Drop for Producer {
     }
 }
 
-/// The receiving half. Dropping it tells the producer that nobody reads any more.
+/// The receiving half. Dropping it tells the producer that there is no reader any more.
 #[derive(Debug)]
 pub struct Consumer {
     ring: Arc<Ring>,
@@ -269,7 +269,7 @@ impl Consumer {
 }
 
 impl Consumer {
-    /// Tells the producer that nobody reads any more; a drop does the same.
+    /// Tells the producer that there is no reader any more; a drop does the same.
     pub fn close(&self) {
         self.ring.close(CONSUMER);
     }

@@ -135,7 +135,7 @@ mod tests {
             }
         }
 
-        /// Sleeps until `ready`; loom reports it when nobody ever wakes us.
+        /// Sleeps until `ready`; loom reports a thread that is never woken.
         fn sleep_until(&self, ready: impl Fn(&Cursors) -> bool) {
             loop {
                 self.parked.park();

@@ -55,14 +55,14 @@ pub struct Buffer {
     owner: Option<Memory>,
 }
 
-// SAFETY: a buffer is an address and a length; whoever built it with `from_raw` promised that the range may be used
-// from the engine's threads until the operation completes.
+// SAFETY: a buffer is an address and a length; the caller of `from_raw` promised that the range may be used from the
+// engine's threads until the operation completes.
 unsafe impl Send for Buffer {}
 // SAFETY: as for Send; shared references only hand out the address.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A range somebody else owns.
+    /// A range with another owner.
     ///
     /// # Safety
     /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no one else may write

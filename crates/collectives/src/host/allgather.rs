@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allgather: everybody sends its parts of all tensors, end to end as one message, to everybody on its host and to one
-//! member of each other host, which hands them out there.
+//! Allgather: every member sends its parts of all tensors, end to end as one message, to all members on its host and
+//! to one member of each other host, which distributes them there.
 //!
 //! On one host 1 step, `(P - 1) * n` bytes sent by a member with `n` bytes. On `H` hosts 2 steps; `n` bytes cross to each
 //! other host once, whatever the number of its members, and its members take turns at handing out.

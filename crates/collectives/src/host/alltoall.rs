@@ -3,8 +3,8 @@
 
 //! Alltoall: one message to and from every member, directly between the tensors.
 //!
-//! 1 step; a member sends what it has for others, in pieces dealt out to all links in turn, beginning with its
-//! successor, so that no one's ring is everybody's first.
+//! 1 step; a member sends its values for others in pieces, to all links in turn. It begins with its successor, so
+//! that members do not all start with the same ring.
 //!
 //! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only fewer messages, and
 //! would copy everything twice for that.

@@ -7,8 +7,8 @@
 //! sum over its `2^k` hosts with the host `2^k` away; of what exceeds a power of two, the first hosts are paired before
 //! and served after, which is the order of `Order::pairs`. Both of a pair join the same two partials in the same order.
 //!
-//! **No deadlock.** The steps of two ends of a link are the same sequence, whoever swaps reads while it writes, and the
-//! earliest unfinished step has both its ends in it.
+//! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads while it writes.
+//! Both ends are in the earliest unfinished step.
 
 pub(super) mod program;
 

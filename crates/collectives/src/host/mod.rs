@@ -131,7 +131,8 @@ impl HostCommunicator {
             any = moved.any || moved.done;
             running.done = moved.done;
             if !any {
-                // What a socket did not take at once goes on only when somebody asks; peers may wait for nothing else.
+                // Bytes that a socket did not take at once are sent only by a later call, and peers may wait only for
+                // these bytes.
                 self.peers.flush();
             }
         }

@@ -13,15 +13,16 @@
 //! post(t):   r's input of chunk t of part q          result(t): the reduced chunk t of part r
 //! ```
 //!
-//! **No deadlock.** Suppose nobody can move, and let `j` be the smallest number of a result that some member `r` has
-//! not written fully. Everybody wrote `result(i)` for all `i < j`, so it has reduced, and released, `post(i)`; and
-//! whatever result arrives can be stored at once. So what lies in a ring begins at the earliest with `post(j)`, and
-//! before `result(j)` it holds at most `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see
-//! [`chunk_for`]), so everybody could write everything before `result(j)`, and `result(j)` besides. Then the inputs of
-//! `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier and later operations
-//! change nothing: links are drained in order, a member begins an operation only after it has read and written all of
-//! the one before, and the argument holds for the earliest operation that somebody has not finished. Rings are whole
-//! numbers of units, messages too, so a window never ends inside a unit for longer than bytes take to arrive.
+//! **No deadlock.** Suppose no member can move, and let `j` be the smallest number of a result that some member `r`
+//! has not written fully. Everybody wrote `result(i)` for all `i < j`, so it has reduced, and released, `post(i)`;
+//! and whatever result arrives can be stored at once. So what lies in a ring begins at the earliest with `post(j)`,
+//! and before `result(j)` it holds at most `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see
+//! [`chunk_for`]), so every member could write everything before `result(j)`, and `result(j)`, too. Then the inputs
+//! of `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier and later
+//! operations change nothing: links are drained in order, a member begins an operation only after it has read and
+//! written all of the one before, and the argument holds for the earliest operation that is not finished on all
+//! members. Rings are whole numbers of units, messages too, so a window never ends inside a unit for longer than
+//! bytes take to arrive.
 
 pub(super) mod program;
 
@@ -188,7 +189,7 @@ impl Pipeline {
         Ok(any)
     }
 
-    /// Reduces what has arrived from everybody, into everybody's window.
+    /// Reduces the values that have arrived from all members into all members' windows.
     fn reduce(&mut self, links: &mut [Link]) -> Result<bool> {
         let Some(first) = self.streams.first() else { return Ok(false) };
         let Some(t) = first.writing.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
@@ -249,7 +250,7 @@ impl Pipeline {
     pub(super) fn post_all(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let links = &mut peers.links;
-        // Everybody begins with its successor, so that no one's ring is everybody's first.
+        // Every member begins with its successor, so that members do not all start with the same ring.
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
             any |= self.post(index, &mut links[index])?;

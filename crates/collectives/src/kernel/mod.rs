@@ -112,7 +112,7 @@ enum Form {
     Rounded,
 }
 
-/// The parentheses of a sum over members who live on hosts.
+/// The parentheses of a sum over the members of several hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orders {
     /// Over all members.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies, events and streams over a driver whose device is host memory: work is queued, and done when somebody has
-//! asked for it some number of times.
+//! Copies, events and streams over a driver whose device is host memory: work is queued, and done after a number of
+//! queries.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

@@ -447,9 +447,9 @@ impl<S: Site> Drop for IpcCommunicator<S> {
     fn drop(&mut self) {
         let orderly = self.failure.is_none() && self.pending() == 0;
         self.end();
-        // Others may still read this window; in good order they end at the same time. After a failure nobody is waited for:
-        // its operations are told first. Memory that a member may still read is kept: whoever gave it back would take it
-        // from under a kernel.
+        // Others may still read this window; in good order they end at the same time. After a failure no member is
+        // waited for: its operations complete with the error first. Memory that a member may still read is kept,
+        // because a kernel may be using it.
         let alone = || self.mailbox.is_alone();
         let unread = !self.offered || alone() || (orderly && wait_for(alone));
         if !(self.quiet && unread) {

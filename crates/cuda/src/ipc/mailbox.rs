@@ -18,7 +18,7 @@ pub(crate) enum Phase {
     Absent = 0,
     /// It has a window, which is offered.
     Offered = 1,
-    /// It has opened everybody's.
+    /// It has opened the memory of all members.
     Opened = 2,
     /// It cannot take part. It says so for good.
     Refused = 3,
@@ -35,14 +35,14 @@ pub(crate) enum Outcome {
     AllOffered,
     /// All are open: operations may begin.
     Formed,
-    /// This member cannot take part, so nobody does.
+    /// This member cannot take part, so no member does.
     Refused(usize),
     /// This member has ended, so nothing comes any more.
     Ended(usize),
 }
 
-/// The outcome, the same for everybody who finds one: who refused never takes it back, and who opened everything refuses
-/// nothing.
+/// The outcome, which is the same for all members that find one: a refusal is never taken back, and a member that has
+/// opened everything refuses nothing.
 pub(crate) fn outcome(phases: &[Phase]) -> Outcome {
     let first = |wanted: Phase| phases.iter().position(|phase| *phase == wanted);
     if let Some(member) = first(Phase::Refused) {
@@ -66,7 +66,7 @@ struct Slot {
     closed: AtomicU32,
     /// Pieces that are in its window, of all that ever were.
     filled: AtomicU64,
-    /// Pieces that it has read from everybody's.
+    /// Pieces that it has read from all members' windows.
     taken: AtomicU64,
     offer: [AtomicU64; 8],
     /// The reason for the refusal.
@@ -170,7 +170,7 @@ impl Mailbox {
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
     }
 
-    /// This member does nothing any more. Who refused goes on saying so: others may not have seen it.
+    /// This member does nothing any more. A refusal stays visible, because others may not have seen it.
     pub(crate) fn end(&self) {
         if self.phase(self.member) != Phase::Refused {
             self.enter(Phase::Ended);
@@ -182,7 +182,7 @@ impl Mailbox {
         self.own().closed.store(1, Ordering::Release);
     }
 
-    /// Returns whether nobody but this member can read its window.
+    /// Returns whether only this member can read its window.
     pub(crate) fn is_alone(&self) -> bool {
         let mut others = (0..self.size).filter(|member| *member != self.member);
         others.all(|member| self.slot(member).closed.load(Ordering::Acquire) != 0)

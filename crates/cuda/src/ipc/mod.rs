@@ -3,9 +3,9 @@
 
 //! Allreduce among processes that share one GPU, by CUDA IPC.
 //!
-//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every member
-//! reduces a piece straight from everybody's windows into its output. What they tell each other is in a [`Mailbox`], a
-//! page or so of shared memory of the host.
+//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every
+//! member reduces a piece straight from all members' windows into its output. What they tell each other is in a
+//! [`Mailbox`], a page or so of shared memory of the host.
 //!
 //! ```text
 //!   tensor --copy--> own window (2 pieces) ..all have filled piece k..> reduce windows --> output
@@ -59,7 +59,7 @@ pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
     })
 }
 
-/// Equal for processes that find each other's regions; 0 where nobody finds this one's.
+/// Equal for processes that find each other's regions; 0 if no other process finds this one's.
 pub(crate) fn neighbourhood() -> u64 {
     use std::os::unix::fs::MetadataExt as _;
     let mut digest = Sha256::new();

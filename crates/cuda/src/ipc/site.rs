@@ -62,7 +62,7 @@ pub(crate) trait Site: Send {
     /// Closes what was opened: no work in progress reads it.
     fn close(&mut self);
 
-    /// Keeps everything until the process ends: somebody may still use it.
+    /// Keeps everything until the process ends, because it may still be in use.
     fn leave(&mut self);
 }
 
@@ -215,7 +215,7 @@ impl Site for GpuSite {
             return Ok(self.lane.copy(from(span), base, span.bytes)?);
         }
         let (plain, parts) = (plain(dtype), parts(piece, dtype, from));
-        // SAFETY: the segments' owners keep them until the operation is over; the slot is nobody's now, which members have
+        // SAFETY: the segments' owners keep them until the operation is over; the slot is free now, as members have
         // told each other, and has room for the piece.
         Ok(unsafe { tools.kernels.transfer(true, &parts, (plain, plain), base, 1.0, self.stream()) }?)
     }

@@ -227,7 +227,7 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
     broken.iter().enumerate().map(member).collect()
 }
 
-/// Lets all take steps until nobody moves.
+/// Lets all members take steps until none moves.
 fn settle(members: &mut [Member]) {
     while members.iter_mut().map(|member| member.step().unwrap()).fold(false, |any, moved| any | moved) {}
 }

@@ -69,7 +69,7 @@ pub struct NcclCommunicator<L: Lane> {
     caller: Caller,
     size: usize,
     member: usize,
-    /// All members' devices have room for results whose size nobody knew before.
+    /// All members' devices have room for results whose size was unknown before.
     roomy: bool,
     /// All members' devices reduce floats of eight bits.
     float8: bool,
@@ -180,7 +180,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.state = State::Over;
         if let Some(comm) = self.caller.end(ENDING) {
             let abort = self.nccl.table().abort;
-            // To abort is the only end that waits for nobody. There is nothing to do about a failure.
+            // An abort is the only end that waits for no other member. There is nothing to do about a failure.
             drop(self.lane.with(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };

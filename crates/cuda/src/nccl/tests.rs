@@ -60,7 +60,7 @@ pub(super) fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, op
     made(communicator, &mut Vec::new()).unwrap();
 }
 
-/// Waits until somebody is in a call that waits for members.
+/// Waits until a thread is in a call that waits for members.
 fn entered(call: &str) {
     let (began, mut seen) = (Instant::now(), Vec::new());
     while !seen.iter().any(|other: &String| other.starts_with(call)) {

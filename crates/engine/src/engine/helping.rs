@@ -10,9 +10,9 @@ use super::Engine;
 use crate::callbacks::Callback;
 use crate::{Completion, Handle, Request, Result};
 
-/// Longest help: several times what small operations take, and too short to be missed by whoever owns the thread.
+/// Longest help: several times what small operations take, and too short to matter to the owner of the thread.
 const MOMENT: Duration = Duration::from_micros(150);
-/// After so many times in vain in a row, help is given only now and then.
+/// After so many useless attempts in a row, help is given only now and then.
 const VAIN: u32 = 3;
 /// One call in so many is then helped.
 const SOMETIMES: u32 = 16;
@@ -41,8 +41,8 @@ impl Zeal {
 
 impl Engine {
     /// Submits requests, several as one group, and drives on this thread for a moment. Results that came by then are
-    /// returned. What takes longer is left to the engine's own threads, and to the callbacks that `later` makes, one
-    /// for each request; help that is in vain several times is given less often.
+    /// returned. Longer operations are left to the engine's own threads, and to the callbacks that `later` makes, one
+    /// for each request. After several useless attempts, help is given less often.
     ///
     /// # Errors
     /// As [`Engine::submit_group`]; `later` is not called then.

@@ -31,7 +31,7 @@ pub(super) struct Stalled {
     pub(super) came: Vec<u32>,
     /// As reports name it.
     pub(super) what: String,
-    /// Whether those who came do nothing else meanwhile.
+    /// Whether the ranks that have submitted it do nothing else meanwhile.
     pub(super) meeting: bool,
 }
 
@@ -88,7 +88,7 @@ impl Inquiries {
 }
 
 impl ProcessSet {
-    /// Reports what is stalled when it is time, or begins to ask those who are missing.
+    /// Reports stalled operations when it is time, or begins to ask the missing ranks.
     pub(super) fn inquire(&mut self, now: Instant) -> Step {
         if let Some(inquiry) = self.inquiries.inquiry.take() {
             if !inquiry.is_answered() && now < inquiry.due {

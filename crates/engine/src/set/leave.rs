@@ -135,7 +135,7 @@ impl ProcessSet {
         over || (flushed && self.leaving.as_ref().is_none_or(|leaving| leaving.cleared))
     }
 
-    /// Returns whether a departure is known that not everybody has come to terms with.
+    /// Returns whether a known departure has not been handled by all ranks yet.
     pub(super) fn is_unsettled(&self) -> bool {
         self.leaving.as_ref().is_some_and(|leaving| !leaving.cleared)
     }

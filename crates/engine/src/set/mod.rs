@@ -54,7 +54,7 @@ mod kind {
     pub(super) const DEPARTURE: u8 = 3;
     /// To all: a rank failed.
     pub(super) const ABORT: u8 = 4;
-    /// Upward: who came for a tensor that waits too long.
+    /// Upward: the ranks that have submitted a tensor that waits too long.
     pub(super) const CAME: u8 = 5;
     /// Downward: the same, put together.
     pub(super) const STALLED: u8 = 6;
@@ -102,7 +102,7 @@ impl Entry {
     }
 }
 
-/// Names of the operations that move no data: whoever submits one waits for it.
+/// Names of the operations that move no data: their submitters wait for them.
 const MEETINGS: [&str; 3] = ["barrier", "process set change", "join"];
 
 /// `allreduce of gradient.3`, `an addition of process set [0, 1]`: as reports name an operation.
@@ -296,7 +296,7 @@ impl ProcessSet {
             || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
-    /// Returns whether a device is waited for: nobody is woken when it is done.
+    /// Returns whether a device is waited for: its end wakes no thread.
     pub(crate) fn waits_for_device(&self) -> bool {
         self.execution.waits_for_device()
     }

@@ -164,7 +164,7 @@ impl Simulation {
         self.sets[rank].poll(self.now, &mut self.finished[rank]).unwrap()
     }
 
-    /// Polls everybody until nothing moves.
+    /// Polls all members until nothing moves.
     fn settle(&mut self) {
         while (0..self.sets.len()).fold(false, |moved, rank| self.poll(rank) | moved) {}
     }

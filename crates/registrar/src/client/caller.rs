@@ -9,8 +9,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 /// Connections over IPv4 of this network namespace.
 const TABLE: &str = "/proc/net/tcp";
 
-/// Returns whether a connection to `door`, which this process listens on, was made by the user of this process. Where
-/// the kernel shows no table nobody is turned away: ranks prove the job's key to each other in any case.
+/// Returns whether a connection to `door`, which this process listens on, was made by the user of this process. If
+/// the kernel shows no table, no caller is refused: ranks prove the job's key to each other in any case.
 pub(super) fn is_own(door: SocketAddr, caller: SocketAddr) -> bool {
     std::fs::read_to_string(TABLE).map_or(true, |table| is_own_in(&table, door, caller))
 }

@@ -20,7 +20,7 @@ use crate::tls::{Pinned, SERVER_NAME};
 const STAGGER: Duration = Duration::from_millis(250);
 /// The longest one address may take.
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
-/// Rounds over all addresses that all end in a plain no before nobody is believed to be there.
+/// Rounds over all addresses that must all be refused before the registrar counts as gone.
 const ROUNDS: u32 = 4;
 
 /// Bytes of links that may be on their way here, on one connection: each has room of its own.

@@ -54,7 +54,7 @@ const CHUNK: usize = 1 << 20;
 /// Longest line of output that is sent in one piece.
 const MAX_LINE: usize = 64 << 10;
 
-/// Ends the waits of whoever holds a clone, from any thread.
+/// Ends the waits of all clones, from any thread.
 #[derive(Clone, Debug)]
 pub struct Cancel(Arc<watch::Sender<bool>>);
 
@@ -151,7 +151,8 @@ impl Client {
             return Ok(Some(client.clone()));
         }
         if slot.as_ref().is_some_and(|(made_in, ..)| *made_in != pid) {
-            // Its tasks run in the parent: ending them from a fork may wait for a lock that nobody here will release.
+            // Its tasks run in the parent: ending them from a fork may wait for a lock that no thread of the fork
+            // will release.
             std::mem::forget(slot.take());
         }
         let ticket: Ticket = config.job.parse()?;
@@ -340,8 +341,8 @@ impl Client {
         Ok(())
     }
 
-    /// Publishes `value` under `key` of this generation unless it has one, and returns what it holds: `value` exactly
-    /// when nobody else was first. Repeating it changes nothing.
+    /// Publishes `value` under `key` of this generation unless it has one, and returns its value: `value` exactly if
+    /// no other caller was first. Repeating it changes nothing.
     ///
     /// # Errors
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
@@ -444,7 +445,7 @@ impl Client {
         Ok(())
     }
 
-    /// Reports how the worker ended. After a failure, waits for the verdict on who failed first.
+    /// Reports how the worker ended. After a failure, waits for the verdict, which names the first failure.
     ///
     /// # Errors
     /// `Lost`, `Timeout`, `Refused`.
@@ -457,8 +458,8 @@ impl Client {
         Ok(reply.verdict.map(Into::into))
     }
 
-    /// As [`Client::exit`] of this very process, which ends well and waits for nobody: tried once, as the registrar may
-    /// be ending at the same time.
+    /// As [`Client::exit`] of this very process, which ends well and waits for no reply: tried once, because the
+    /// registrar may be ending at the same time.
     ///
     /// # Errors
     /// As [`Client::exit`].

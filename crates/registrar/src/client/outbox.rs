@@ -21,7 +21,7 @@ const BUDGET: usize = 4 << 20;
 const BATCH: usize = 256 << 10;
 /// The longest a line waits for room before it is dropped: output must not stop a worker for good.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which nobody waits for a confirmation any more, unless the driver may come back.
+/// Failed streams in a row after which no confirmation is awaited any more, unless the driver may come back.
 const FAILURES: u32 = 5;
 /// Time for which a stream stays open before the driver confirms what came on it.
 const CONFIRM: Duration = Duration::from_secs(1);
@@ -39,7 +39,7 @@ struct State {
     number: u64,
     dropped: u64,
     flushes: u64,
-    /// A line has waited in vain: until something leaves, no other one waits.
+    /// A line has waited until its limit: no other line waits until a record has left.
     stuck: bool,
 }
 

@@ -199,7 +199,7 @@ async fn link(caller: &Caller, first: What, socket: TcpStream) {
         None => false,
     };
     if !whole {
-        // Not the end of what was sent, but of the connection: whoever reads there must see the difference.
+        // Not the end of the data, but of the connection: the reader must see the difference.
         drop(to_socket.as_ref().set_zero_linger());
         to_socket.forget();
     }

@@ -194,7 +194,7 @@ impl Journal {
         }
     }
 
-    /// Returns whether it has grown so much that the present state should replace it. Waits for nobody who writes.
+    /// Returns whether it has grown so much that the present state should replace it. Does not wait for writers.
     pub(crate) fn is_long(&self) -> bool {
         let long =
             |writing: &Writing| writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG;

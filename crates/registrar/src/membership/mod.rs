@@ -179,7 +179,7 @@ impl Presence {
 }
 
 impl Membership {
-    /// A job in which nobody has registered.
+    /// A job without registered agents.
     pub(crate) fn new(options: Options) -> Self {
         Self {
             options,
@@ -201,7 +201,7 @@ impl Membership {
         (0..self.options.tasks).map(TaskId).filter(|task| !self.waiting.contains_key(task))
     }
 
-    /// Returns whether a start of a task waits or runs; in a job that is over nobody is missed.
+    /// Returns whether a start of a task waits or runs; no task is missed in a job that is over.
     pub(crate) fn knows(&self, task: TaskId, session: u64) -> bool {
         let waits = self.waiting.get(&task).is_some_and(|waiting| waiting.session == session);
         let runs = self.running.as_ref().is_some_and(|running| running.has(task, session));

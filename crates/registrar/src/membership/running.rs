@@ -84,7 +84,7 @@ impl Running {
         }
     }
 
-    /// Passes the verdict, unless there is one or everybody ended well.
+    /// Passes the verdict, unless there is one or all tasks ended well.
     pub(super) fn stop(&mut self, verdict: Verdict) -> Option<Decision> {
         if self.verdict.is_some() || self.is_finished() {
             return None;
@@ -93,7 +93,7 @@ impl Running {
         Some(Decision::Stop { generation: self.generation(), verdict })
     }
 
-    /// Returns whether everybody ended well, and nobody was told to.
+    /// Returns whether all tasks ended well by themselves.
     pub(super) fn is_finished(&self) -> bool {
         let well = |end: &End| matches!(&end.what, What::Exited(exit) if exit.how.is_success());
         self.verdict.is_none() && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
@@ -118,8 +118,8 @@ impl Running {
         decisions
     }
 
-    /// The verdict, once enough is known: everybody has ended, or the grace after the first failure is over. While
-    /// there are only peers' errors, whoever caused them is still to be heard of, so these wait longer.
+    /// The verdict, once enough is known: all tasks have ended, or the grace after the first failure is over. While
+    /// there are only peers' errors, the report of their cause is still on its way, so these wait longer.
     fn judge(&self, now: Duration, options: &Options) -> Option<Verdict> {
         let (task, member, end) = self.first_failure()?;
         let earliest = self.failures().map(|(_, _, end)| end.at).min()?;

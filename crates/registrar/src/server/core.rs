@@ -32,7 +32,7 @@ use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
-/// Bytes of waiting events beyond which those who send records have to wait.
+/// Bytes of waiting events beyond which senders of records have to wait.
 const PRESSURE: usize = EVENTS / 2;
 /// The longest they wait for a driver that takes none: then the oldest records make room.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -55,7 +55,7 @@ pub(super) struct Core {
     start_timeout: Duration,
     pub(super) is_elastic: bool,
     pub(super) membership: Mutex<Members>,
-    /// Held by whoever carries out what membership has decided.
+    /// Held by the thread that carries out membership's decisions.
     pub(super) turn: Mutex<()>,
     pub(super) journal: Option<Arc<Journal>>,
     /// The state that an earlier registrar has left.
@@ -67,7 +67,7 @@ pub(super) struct Core {
     pub(super) kv: Mutex<KeyValues>,
     pub(super) meetings: Mutex<Meetings>,
     pub(super) events: Ring<Event>,
-    /// The driver has been waited for in vain: until it takes something, nobody waits again.
+    /// A wait for the driver has ended without success: no other waits until it takes something.
     deaf: AtomicBool,
     told: Mutex<Told>,
     /// The latest connection of each task that carries signs of life.
@@ -415,7 +415,7 @@ mod tests {
         };
         fill();
         assert!(waited() >= PATIENCE);
-        // One who writes a thousand batches is not held up a thousand times.
+        // A sender of a thousand batches is not held up a thousand times.
         let began = Instant::now();
         for _ in 0..1_000 {
             waited();

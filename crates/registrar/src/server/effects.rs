@@ -16,14 +16,15 @@ use crate::journal::Record;
 use crate::membership::Decision;
 
 impl Core {
-    /// Has `act` take a step, and returns when everybody may see what follows from it, and from the steps before it.
+    /// Lets `act` take a step, and returns when the effects of it, and of the steps before it, may be seen.
     pub(super) fn act<T>(&self, act: impl FnOnce(&mut Members) -> T) -> T {
         let done = act(&mut self.membership.lock());
         self.carry_out();
         done
     }
 
-    /// Carries out what is due. Membership is not locked while the journal is written, so signs of life go on.
+    /// Carries out what is due. Membership is not locked while the journal is written, so signs of life are still
+    /// taken.
     pub(super) fn carry_out(&self) {
         self.apart(|| {
             let _turn = self.turn.lock();
@@ -60,7 +61,7 @@ impl Core {
                     self.events.push(Event::Registered { task });
                     self.board.send_if_modified(|board| {
                         board.holders.insert(task, session);
-                        // Nobody waits for news of a task that nobody has waited for.
+                        // A task without a waiter has no listener.
                         replaces
                     });
                 }
@@ -72,7 +73,7 @@ impl Core {
                     self.events.push(Event::Lost { task, rank, reason });
                 }
                 Decision::Assigned { world } => {
-                    // The board first: whoever hears the event asks it at once.
+                    // The board first: receivers of the event ask it at once.
                     self.publish(world.clone());
                     self.events.push(Event::Assigned { world });
                 }
@@ -118,7 +119,7 @@ impl Core {
         }
     }
 
-    /// Lets everybody see a world.
+    /// Publishes a world.
     pub(super) fn publish(&self, world: World) {
         let published = Arc::new(Published::new(world));
         if self.is_elastic {

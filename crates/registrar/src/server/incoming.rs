@@ -4,9 +4,9 @@
 //! Limits of connections: strangers never displace callers with the token.
 //!
 //! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and one of
-//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to make
-//! way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest from
-//! where most come. So a stranger who fills one stage does not displace callers at another.
+//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to
+//! make way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest
+//! from where most come. So a stranger that fills one stage does not displace callers at another.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
@@ -163,7 +163,7 @@ impl Seat {
         if let Some(seated) = state.remove(*stage, self.source, self.number) {
             state.proven.insert(self.number);
             self.proven.store(true, Ordering::Release);
-            // Nobody listens when the connection ends at this moment.
+            // There is no receiver if the connection ends at this moment.
             let _ = seated.send(());
         }
     }

@@ -82,7 +82,8 @@ impl Kept {
 }
 
 impl Core {
-    /// Goes on with a job of an earlier registrar: who still works is told nothing new, and who was given up has to end.
+    /// Continues a job of an earlier registrar: workers that still run get no new orders, and workers that were given
+    /// up must end.
     pub(super) fn resume(&self) -> Resumed {
         // Steps by other rules than those before them would be done again by the wrong ones.
         self.shorten_journal();

@@ -59,7 +59,7 @@ const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Workers that an elastic job may start in its life.
 const TASKS: u32 = 1 << 20;
-/// Workers of an elastic job at one time, where nobody has said how many there are at most.
+/// Greatest number of workers of an elastic job at one time, if none is given.
 const LIVING: u32 = 4096;
 /// Connections of workers that end while others take their places.
 const LEAVERS: u32 = 64;
@@ -85,7 +85,7 @@ pub struct Options {
     pub start_timeout: Duration,
     /// Silence after which an agent is lost.
     pub peer_timeout: Duration,
-    /// Whether links between tasks may pass through here, for tasks that nobody can dial.
+    /// Whether links between tasks may pass through here, for tasks that no other can dial.
     pub relays: bool,
 }
 

@@ -388,7 +388,7 @@ async fn listen(
                     break;
                 }
             }
-            // After the verdict, so that closing tells everybody first.
+            // After the verdict, so that all tasks get it before the end.
             () = closed(&mut closing) => break,
         }
     }

@@ -22,17 +22,18 @@
 //! So a result goes to other hosts after partials up to `A` (between) chunks later, which need inputs that come after
 //! results of `A` (within) chunks before those. The difference of both is how many chunks are between hosts at once.
 //!
-//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in one;
-//! then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts, after
-//! they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps. Suppose
-//! nobody can move, and consider the first step that is not over. All messages of earlier steps have been read, so its
-//! messages are the first on their links, and the rings have room for some of them. If the step sends results, they were
-//! made or have arrived, so the sender can write, and the receiver can store what arrives. If it is a reduction, let `b`
-//! be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence joined by all carriers and
-//! no longer in rings. All carriers come to `b` next, and have the inputs, as these are the first on their links. They
-//! can write the partial: the ring to the owner has room, and of the own store at least one slot is free. Then the owner
-//! has all partials of `b`. So somebody can move, however small rings are. [`Schedule`] cuts chunks so that they are
-//! large enough for partials of several chunks. Earlier and later operations change nothing: see `pipeline`.
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in
+//! one; then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts,
+//! after they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps.
+//! Suppose no member can move, and consider the first step that is not over. All messages of earlier steps have been
+//! read, so its messages are the first on their links, and the rings have room for some of them. If the step sends
+//! results, they were made or have arrived, so the sender can write, and the receiver can store what arrives. If it
+//! is a reduction, let `b` be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence
+//! joined by all carriers and no longer in rings. All carriers come to `b` next, and have the inputs, as these are
+//! the first on their links. They can write the partial: the ring to the owner has room, and of the own store at
+//! least one slot is free. Then the owner has all partials of `b`. So some member can move, however small rings are.
+//! [`Schedule`] cuts chunks so that they are large enough for partials of several chunks. Earlier and later
+//! operations change nothing: see `pipeline`.
 
 pub(super) mod program;
 mod schedule;
@@ -485,7 +486,7 @@ pub(super) fn join_blocks(
 impl Job for Hierarchy {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let mut any = false;
-        // Everybody begins with its successor, so that no one's ring is everybody's first.
+        // Every member begins with its successor, so that members do not all start with the same ring.
         let first = self.routes.partition_point(|route| route.link < self.member);
         for index in (first..self.near.end).chain(self.near.start..first) {
             any |= self.post(index, &mut peers.links[self.routes[index].link])?;

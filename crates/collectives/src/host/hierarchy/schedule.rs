@@ -63,7 +63,7 @@ impl Turns {
     }
 }
 
-/// One direction of a link: whose part of which chunks goes over it. It depends on nothing but who is where.
+/// One direction of a link: whose part of which chunks goes over it. It depends only on the hosts of the members.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Course {
     early: Option<Turns>,

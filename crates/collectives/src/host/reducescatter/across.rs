@@ -4,11 +4,12 @@
 //! Reduce-scatter across hosts with several members: what a host has for a member elsewhere is joined there first, so it
 //! crosses once, whatever the number of members.
 //!
-//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the members, in turns. The
-//! others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends that to
-//! `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts and parts of
-//! `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others (partials of 16-bit floats
-//! take twice their bytes, unless the reduction rounds them), where everybody for himself would send `(H - 1) * L * n`.
+//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the members, in turns.
+//! The others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends
+//! that to `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts
+//! and parts of `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others
+//! (partials of 16-bit floats take twice their bytes, unless the reduction rounds them), where members without this
+//! would send `(H - 1) * L * n`.
 //!
 //! **No deadlock.** All work on members' parts in ascending order of members: on a link within a host lie inputs in that
 //! order, a carrier joins in that order, and on a link between hosts lies one partial. Let `d` be the first member whose

@@ -93,7 +93,7 @@ impl Elastic {
         self.wait_or_give_up(now, broken_at, members.len(), decisions);
     }
 
-    /// A world of which nobody has been in another one.
+    /// A world whose members have not been in another one.
     pub(super) fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
         let mut ready = self.newcomers();
         ready.truncate(self.rules.most as usize);
@@ -134,7 +134,7 @@ impl Elastic {
         self.abort(reason, None, decisions);
     }
 
-    /// Two survivors that keep losing each other while nobody else fails: the one of the higher rank, once that has
+    /// Two survivors that keep losing each other while no other fails: the one of the higher rank, once that has
     /// happened often enough.
     pub(super) fn quarrel(&mut self, survivors: &[TaskId]) -> Option<TaskId> {
         let ranks: BTreeMap<TaskId, usize> =

@@ -43,12 +43,12 @@ impl Hosts {
         self.cooldown = cooldown;
     }
 
-    /// Returns whether somebody tells which hosts there are; otherwise workers come by themselves.
+    /// Returns whether a list of hosts is given; otherwise workers come by themselves.
     pub(super) fn are_known(&self) -> bool {
         self.known
     }
 
-    /// No worker is started until somebody tells again which hosts there are.
+    /// No worker is started until a list of hosts is given again.
     pub(super) fn outdate(&mut self) {
         self.outdated = true;
     }
@@ -104,7 +104,7 @@ impl Hosts {
         }
     }
 
-    /// Workers for whom there is no slot, and why. `living` has those first that stay longest.
+    /// Workers without a slot, and the reason. `living` has those first that stay longest.
     pub(super) fn surplus(&self, living: &[(TaskId, &str)]) -> BTreeMap<TaskId, String> {
         let mut free: HashMap<&str, u32> =
             self.all.iter().map(|host| (host.name.as_str(), host.slots)).collect();

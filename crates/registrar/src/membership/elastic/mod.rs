@@ -10,8 +10,9 @@
 //!                                     ready(after) again           become ready again and form the next one
 //! ```
 //!
-//! A worker has a task number of its own, which is never used again. It is *ready* once its `init()` was called; until
-//! then nobody waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next world.
+//! A worker has a task number of its own, which is never used again. It is *ready* once its `init()` was called;
+//! until then no member waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next
+//! world.
 //!
 //! - `EL-1`: a world has `least` to `most` members, each ready, each once; only a world whose function has returned on
 //!   some rank may continue with fewer.
@@ -20,9 +21,9 @@
 //! - `EL-4`: the job finishes when the function has returned on every rank of the present world, and only then.
 //! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets no new one until it
 //!   has cooled down, nor does one whose worker has said by itself that it leaves, for the shortest cooldown.
-//! - `EL-6`: a job that cannot go on ends within `timeout`, with a reason that says what was missing.
-//! - `EL-7`: the steps that changed something, done again, make the same machine: a registrar that starts again goes on
-//!   where it was, and loses nobody who shows within the usual time that it lives.
+//! - `EL-6`: a job that cannot continue ends within `timeout`, with a reason that says what was missing.
+//! - `EL-7`: repeating the steps that changed something makes the same machine: a registrar that starts again
+//!   continues where it was, and loses no worker that shows within the usual time that it lives.
 
 #[cfg(test)]
 mod costs;
@@ -81,7 +82,7 @@ const LEAVING: Duration = Duration::from_secs(60);
 const SETTLING: Duration = Duration::from_secs(3);
 /// The reason why the last workers end.
 const DONE: &str = "the job is done";
-/// Worlds in a row in which two members lose each other, and nobody else fails, until one of them has to go.
+/// Worlds in a row in which two members lose each other, and no other fails, until one of them is dismissed.
 const QUARRELS: u32 = 2;
 
 /// A worker that was started and has not ended.
@@ -109,7 +110,7 @@ enum Stage {
     Working,
     /// It ended well in the present world.
     Done,
-    /// It was told to go, and ends.
+    /// It was dismissed, and ends.
     Leaving,
 }
 
@@ -142,7 +143,7 @@ pub(crate) struct Elastic {
     returning_until: Duration,
     #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
-    /// Once the job is over: workers whose ends nobody has reported, and their hosts. They may not know that it is.
+    /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not know that it is.
     unheard: BTreeMap<TaskId, String>,
     /// Whether the present step has changed something that its decisions do not tell.
     #[serde(skip)]
@@ -224,7 +225,7 @@ impl Elastic {
         Ok(vec![Decision::Registered { task, session, replaces: false }])
     }
 
-    /// A worker asks for a world after `after`, and names the members of that one whom it has lost.
+    /// A worker asks for a world after `after`, and names the lost members of that world.
     pub(crate) fn ready(
         &mut self,
         now: Duration,

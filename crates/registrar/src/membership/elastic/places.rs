@@ -10,7 +10,7 @@ use farandole_world::TaskId;
 use super::{Decision, Elastic, LEAVING, Stage, Worker};
 
 impl Elastic {
-    /// Starts workers where there is room, and has those go for whom there is none.
+    /// Starts workers on free slots, and dismisses workers without a slot.
     pub(super) fn plan(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
         if !self.hosts.are_known() {
             return;

@@ -397,7 +397,7 @@ fn after_an_outage_all_have_the_usual_time_and_starts_of_which_nothing_was_heard
     assert_eq!(decided.len(), 2, "{decided:?}");
     let register = |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
     machine.take(at(1), register(0)).unwrap();
-    // Nobody was heard for a while.
+    // No agent was heard for a while.
     assert_eq!(machine.take(at(50), What::Resumes).unwrap(), [], "the hosts may have changed");
     assert_eq!(machine.take(at(50), What::Happens(Input::Tick)).unwrap(), []);
     let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];

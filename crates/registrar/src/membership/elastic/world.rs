@@ -16,7 +16,7 @@ use crate::exit::{Exit, How};
 pub(super) enum Why {
     /// It failed by itself.
     Own(String),
-    /// A collective had lost a peer: somebody else was first.
+    /// A collective had lost a peer: another worker failed first.
     Peer(String),
     /// A signal ended it, its agent or host was lost, or it could not be started.
     Lost(String),
@@ -34,7 +34,7 @@ pub(super) struct Present {
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
-    /// The function has returned on some rank of a world before: these are the others, and nobody joins them.
+    /// The function has returned on some rank of an earlier world: these are the others, and no worker joins them.
     pub(super) finishing: bool,
     told_broken: bool,
     told: (bool, bool),
@@ -112,7 +112,7 @@ impl Present {
         self.broken.as_ref().map(|(_, reason)| reason.clone())
     }
 
-    /// Returns whether its members know that it cannot go on.
+    /// Returns whether its members know that it cannot continue.
     pub(super) fn is_known_to_be_broken(&self) -> bool {
         self.told_broken
     }

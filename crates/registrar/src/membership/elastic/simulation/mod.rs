@@ -7,12 +7,12 @@
 //!
 //! - `ES-1`: a world has as many workers as the rules allow, each running and waiting for it.
 //! - `ES-2`: no running worker of an earlier world still works in it when the next one is formed.
-//! - `ES-3`: rank 0 was in the world before, where somebody of that world is in this one; members keep their ranks.
+//! - `ES-3`: rank 0 was in the world before, if any member of that world is in this one; members keep their ranks.
 //! - `ES-4`: a job that finishes is one whose last world returned on every rank.
 //! - `ES-5`: a host has no more workers than slots, and the job no more than it may have.
 //! - `ES-6`: once faults end, the job comes to its end.
-//! - `ES-7`: the steps of a journal, done again, make the machine that the registrar had when it died; and what it had not
-//!   told yet when it died is told after it has started again (by the other six).
+//! - `ES-7`: repeating the steps of a journal makes the machine that the registrar had when it died; answers that it
+//!   had not sent by then are sent after it has started again (by the other six).
 
 mod restarts;
 
@@ -399,7 +399,7 @@ impl Run {
 
     fn apply(&mut self, decisions: Vec<Decision>) {
         if self.dying && !decisions.is_empty() {
-            // Noted, and told nobody.
+            // Noted, but not sent to any worker.
             self.dies();
             for decision in decisions {
                 if let Decision::Assigned { world } = decision {
