@@ -80,7 +80,7 @@ impl Surroundings for Here {
                 .and_then(|module| module.call_method1("main", (words.to_vec(),))?.extract());
             called.map_err(|error| {
                 let message = error.to_string();
-                // Interrupts and exits go on their way.
+                // Interrupts and exits are passed on.
                 if !error.is_instance_of::<PyException>(py) {
                     self.raised.borrow_mut().get_or_insert(error);
                 }
@@ -167,7 +167,7 @@ impl Watch for Watched {
 /// among them.
 fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
     let metadata = py.import("importlib.metadata")?;
-    // A distribution whose metadata is broken provides nothing, and is nobody's problem here.
+    // A distribution with broken metadata provides nothing, and is no error here.
     let provider = |name: String| -> Option<Distribution> {
         let version = metadata.call_method1("version", (&name,)).ok()?.extract().ok()?;
         Some(Distribution { name: name.to_lowercase().replace('_', "-"), version })

@@ -76,7 +76,7 @@ pub(crate) struct DeviceMemory(NcclMemory);
 
 #[pymethods]
 impl DeviceMemory {
-    /// The memory as bytes, by the CUDA array interface, version 2: whoever uses it keeps this object.
+    /// The memory as bytes, by the CUDA array interface, version 2: its user keeps this object.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let described = PyDict::new(py);

@@ -49,7 +49,7 @@ struct Lines(mpsc::SyncSender<News>);
 
 impl Sink for Lines {
     fn accept(&self, record: Record) {
-        // A job that nobody listens to ends soon.
+        // A job without a listener ends soon.
         drop(self.0.send(match record {
             Record::Log(line) => News::Line(line),
             Record::Metric(metric) => News::Metric(metric),

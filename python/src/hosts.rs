@@ -139,7 +139,7 @@ impl PyRemote {
             lasting: false,
         };
         let (sender, notices) = mpsc::channel();
-        // Notices that nobody takes any more are of a job that is over.
+        // Notices without a receiver belong to a job that is over.
         let remote = Remote::start(tasks, move |notice| drop(sender.send(notice)))
             .map_err(|failure| error(&failure))?;
         Ok(Self { remote, notices: Mutex::new(notices) })

@@ -66,7 +66,7 @@ fn level(number: u8) -> LogLevel {
     LEVELS.iter().find(|(least, _)| *least >= number).map_or(LogLevel::Fatal, |(_, level)| *level)
 }
 
-/// Level, whether somebody asked for it, and whether lines go without the time.
+/// Level, whether it was configured, and whether lines go without the time.
 #[pyfunction]
 fn settings() -> PyResult<(u8, bool, bool)> {
     let config = Config::from_env().map_err(|error| raise(Fault::Usage, &error))?;

@@ -187,7 +187,7 @@ impl PyRegistrar {
         ])?;
         let timeout = Duration::try_from_secs_f64(timeout)
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-        // Where workers come by themselves nobody is kept from a host.
+        // If workers come by themselves, no host is excluded.
         let cooldown = (Duration::ZERO, Duration::ZERO);
         let elastic = Elastic { first, least, most, spares: 0, timeout, reset_limit, cooldown };
         let options = Options::from_config(most, &config);

@@ -46,8 +46,8 @@ pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a 
     if count == 0 {
         return Ok(&[]);
     }
-    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`; no
-    // argument overlaps one that is written, and nobody else writes to it during the call.
+    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`;
+    // no argument overlaps one that is written, and no other code writes to it during the call.
     Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
 }
 
@@ -156,7 +156,7 @@ impl Gathered {
         room.fetch(&to, reached.as_ref(), stream).map_err(|error| raise(error.fault(), &error))
     }
 
-    /// Exports the memory, writable: its one user is whoever holds this object.
+    /// Exports the memory, writable: its one user is the holder of this object.
     ///
     /// # Safety
     /// Python calls it with a view to fill.
@@ -260,9 +260,9 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
     }
     py.detach(|| {
         for (to, from, bytes) in copies.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
-            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. Nobody else
-            // uses the target meanwhile, and nobody writes the source: an optimizer waits for copies of another thread
-            // before its step. Both were seen to have nothing in common.
+            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. No
+            // other code uses the target meanwhile, and none writes the source: an optimizer waits for copies of
+            // another thread before its step. Both were seen to have nothing in common.
             let (from, to) = unsafe {
                 (
                     std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), bytes),

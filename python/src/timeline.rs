@@ -69,7 +69,7 @@ fn listen_for_stacks() -> PyResult<i32> {
     Ok(OwnedFd::from(reader).into_raw_fd())
 }
 
-/// Answers who asked.
+/// Answers the question.
 #[pyfunction]
 #[pyo3(signature = (text, /))]
 fn give_stacks(text: &str) {

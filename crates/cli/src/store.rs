@@ -268,7 +268,7 @@ fn usage(store: &Store) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Returns whether prepared data is complete, and whether somebody uses it.
+/// Returns whether prepared data is complete, and whether it is in use.
 fn state(store: &Store, path: &str) -> Result<String> {
     let directory = store.child(path.trim_end_matches('/'))?;
     let complete = directory.exists("_manifest.json")?;

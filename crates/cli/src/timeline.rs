@@ -56,7 +56,7 @@ pub(crate) fn timeline(matches: &ArgMatches) -> Result<i32> {
     Ok(0)
 }
 
-/// Keeps the timelines that agents send; everything else goes on to the console.
+/// Keeps the timelines that agents send, and passes everything else to the console.
 pub(crate) struct Gathering {
     path: PathBuf,
     pieces: Mutex<Pieces>,

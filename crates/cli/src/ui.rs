@@ -51,7 +51,7 @@ pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Resul
     let port = matches.get_one("port").copied().unwrap_or_default();
     let settings = Settings { stores, page: page(surroundings), port };
     let mut viewer = Viewer::start(&settings)?;
-    // A closed stdout ends it: nobody has the link.
+    // A closed stdout ends it, because no user can have the link.
     let mut out = std::io::stdout();
     writeln!(out, "the runs are at {} (Ctrl-C ends this)", viewer.url())?;
     out.flush()?;

@@ -41,7 +41,7 @@ macro_rules! knobs {
         #[derive(Clone, Debug, PartialEq)]
         pub struct Config {
             $( $(#[doc = $doc])+ pub $key: $type, )+
-            /// Keys of the knobs that somebody set.
+            /// Keys of the knobs that were set.
             pub given: Vec<&'static str>,
         }
 

@@ -50,7 +50,7 @@ pub struct Column {
     pub shape: Vec<u64>,
     /// The Arrow type it came as.
     pub source: String,
-    /// Nulls that were counted; `None` when nobody counted and there may be some.
+    /// Counted nulls; `None` if they were not counted and there may be some.
     pub nulls: Option<u64>,
     /// Smallest value of a scalar number.
     #[serde(default)]
@@ -93,17 +93,17 @@ pub struct DataFile {
     pub rows: u64,
     /// Its size.
     pub bytes: u64,
-    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` when nobody computed it.
+    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` if it was not computed.
     #[serde(default)]
     pub checksum: Option<String>,
-    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are. `None`
-    /// when nobody computed it.
+    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are.
+    /// `None` if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
     /// Its row groups, in order.
     pub groups: Vec<RowGroup>,
-    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none when nobody
-    /// computed them.
+    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none if they were
+    /// not computed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub chunks: Vec<Vec<u32>>,
     /// Columns that are not in the file but have one value in all of its rows, such as those of Hive's directories.
@@ -135,8 +135,8 @@ pub struct Manifest {
     pub format: u32,
     /// The source of the data.
     pub fingerprint: String,
-    /// URL of the directory that paths are relative to, when it is not the manifest's own: files that somebody else wrote
-    /// stay where they are.
+    /// URL of the directory to which paths are relative, if it is not the manifest's own: files of other writers stay
+    /// where they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// Rows of all files.
@@ -157,7 +157,7 @@ impl Manifest {
         Self { format: FORMAT, fingerprint, base: None, rows, bytes, columns, files }
     }
 
-    /// Puts one together for files that nobody prepared: the fingerprint is that of what the footers say.
+    /// Makes the manifest of files that were not prepared: its fingerprint is that of their footers.
     ///
     /// # Errors
     /// None that these types can cause.

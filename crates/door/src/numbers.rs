@@ -9,7 +9,7 @@
 pub enum Operation {
     /// Combines element by element; see `Call::reduction` and the factors.
     Allreduce = 0,
-    /// The root's input becomes everybody's output.
+    /// The root's input becomes the output of all ranks.
     Broadcast = 1,
     /// Inputs concatenated along the first dimension.
     Allgather = 2,

@@ -116,7 +116,7 @@ pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const Outco
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Door {
-    /// [`VERSION`] of whoever filled it.
+    /// [`VERSION`] of the library that filled it.
     pub version: u32,
     /// Size of the table that was filled.
     pub bytes: u32,

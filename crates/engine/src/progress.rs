@@ -128,7 +128,7 @@ impl Inner {
         self.see_that_somebody_drives();
     }
 
-    /// If nobody drives, hands in what is on the desk and has the background thread drive.
+    /// If no thread drives, submits the requests on the desk and lets the background thread drive.
     pub(crate) fn see_that_somebody_drives(&self) {
         match self.progress.try_lock() {
             Some(mut driver) => {
@@ -150,7 +150,7 @@ impl Inner {
         }
     }
 
-    /// Waits for a result, driving if nobody else does.
+    /// Waits for a result, and drives if no other thread does.
     pub(crate) fn wait(&self, handle: Handle, deadline: Instant) -> Result<Option<Completion>> {
         self.signals.wants();
         while let Some(mut driver) = self.contend(handle, deadline) {
@@ -197,7 +197,7 @@ impl Inner {
         }
     }
 
-    /// The progress lock, for something short: whoever drives makes way.
+    /// The progress lock, for a short time: the driving thread makes way.
     pub(crate) fn summon(&self) -> MutexGuard<'_, Driver> {
         self.signals.summons();
         let driver = loop {
@@ -235,7 +235,7 @@ impl Inner {
         self.leave(driver);
     }
 
-    /// Gives up the lock; whoever wants it is told, and if nobody does, the background thread is.
+    /// Releases the lock, and wakes a thread that wants it, or else the background thread.
     pub(crate) fn leave(&self, driver: MutexGuard<'_, Driver>) {
         self.unlock(driver);
         self.see_to_it();
@@ -253,14 +253,14 @@ impl Inner {
         }
     }
 
-    /// If something is left to drive and nobody wants to, the background thread shall.
+    /// If work is left and no thread wants to drive, wakes the background thread.
     fn see_to_it(&self) {
         if self.signals.is_left() {
             self.background.call();
         }
     }
 
-    /// The background thread drives until nothing is left or somebody wants to; true if it had the lock.
+    /// Lets the background thread drive until nothing is left or another thread wants to; true if it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
         if self.signals.is_wanted() || self.signals.is_summoned() {
             return false;

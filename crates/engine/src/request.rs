@@ -33,7 +33,7 @@ pub enum Kind {
         /// Multiplies the result.
         postscale: f64,
     },
-    /// The root's input becomes everybody's output.
+    /// The root's input becomes the output of all ranks.
     Broadcast {
         /// The sender, a rank of the world also inside a process set.
         root: Rank,
@@ -129,7 +129,7 @@ pub struct Request {
     pub input: Buffer,
     /// Memory of the result. `None`: the engine allocates host memory and hands it over in the [`Completion`].
     pub output: Option<Buffer>,
-    /// Among whom.
+    /// The process set.
     pub process_set: ProcessSetId,
     /// Work on the device that must be done before `input` is read and `output` written.
     pub ready: Option<Arc<dyn Event>>,
@@ -190,7 +190,7 @@ pub struct Completion {
     pub rows: Vec<u64>,
     /// Join: the rank that came last, the same on all ranks.
     pub last: Option<Rank>,
-    /// The result is there once this is reached; `None` when it is there already. Whoever uses it has its stream wait.
+    /// The result is there once this is reached; `None` when it is there already. Its users let their stream wait.
     pub reached: Option<Arc<dyn Event>>,
 }
 

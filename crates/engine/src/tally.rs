@@ -159,7 +159,7 @@ impl Wish {
 }
 
 impl Variant {
-    /// Everybody below the sender is written as an empty list.
+    /// "All ranks below the sender" is written as an empty list.
     fn encode(&self, subtree: &[u32], writer: &mut Writer<'_>) {
         self.signature.encode(writer);
         let mut order: Vec<usize> = (0..self.members.len()).collect();

@@ -21,7 +21,7 @@ pub(crate) struct Receiver {
     context: *mut c_void,
 }
 
-// SAFETY: the context is the caller's, who expects `done` on another thread (DO-2).
+// SAFETY: the context is the caller's, and the caller expects `done` on another thread (DO-2).
 unsafe impl Send for Receiver {}
 
 impl Receiver {

@@ -21,7 +21,7 @@ struct Counts {
     joins: u64,
     /// The next number among all ranks.
     next: u64,
-    /// The next number in sets of some ranks, which nobody joins.
+    /// The next number in sets of some ranks, which have no join.
     among: HashMap<Arc<[Rank]>, u64>,
 }
 

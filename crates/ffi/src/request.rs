@@ -71,7 +71,7 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
         });
     }
     let output = (!request.output.is_null()).then(|| {
-        // SAFETY: as for `input`, and nobody else touches the output meanwhile.
+        // SAFETY: as for `input`, and no other code touches the output meanwhile.
         unsafe { Buffer::from_raw(request.output.cast(), request.output_bytes, Place::Host) }
     });
     Ok(Request {

@@ -27,14 +27,14 @@ const DIAL: Duration = Duration::from_secs(20);
 const REPORT: Duration = Duration::from_secs(30);
 /// The same, when the job is over and the driver may be gone.
 const LATE_REPORT: Duration = Duration::from_secs(1);
-/// The same, when somebody waits for a cancelled agent: its verdict is known already.
+/// The same for a cancelled agent: its verdict is known already.
 const CANCELLED_REPORT: Duration = Duration::from_secs(3);
 /// Times beyond these are taken for these: outside of them, timers always fire, or overflow.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Python's switch for unbuffered output.
 const UNBUFFERED: &str = "PYTHONUNBUFFERED";
-/// Errors by which a worker says that somebody else failed first.
+/// Errors by which a worker says that another one failed first.
 const PEER_ERRORS: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
 
 /// The target of a worker's lines.
@@ -53,8 +53,8 @@ pub struct Task {
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
-    /// Name of the host to register under; this host's own by default. Tasks under different names are told apart, as
-    /// those of different hosts are.
+    /// Name of the host to register under; this host's own by default. Tasks under different names count as tasks of
+    /// different hosts.
     pub host: Option<String>,
     /// Fencing token: a higher one replaces earlier starts of the task.
     pub attempt: u64,
@@ -164,7 +164,7 @@ impl Agent {
         thread::Builder::new()
             .name(format!("farandole-agent-{number}"))
             .spawn(move || {
-                // Whoever no longer waits has cancelled.
+                // A caller that no longer waits has cancelled.
                 drop(sender.send(run.run(cancel)));
             })
             .map_err(|source| Error::System { what: "starting a thread", source })?;
@@ -280,8 +280,8 @@ impl Run {
     /// From nothing to a task that the registrar knows.
     fn register(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<Client> {
         let task = &self.task;
-        // The registrar is up before any task is: whoever cannot reach it soon never will, and says why while somebody
-        // still waits to hear it.
+        // The registrar is up before all tasks: an agent that cannot connect soon never will, and its error must come
+        // while a caller still waits for it.
         let dialed = Instant::now() + DIAL.min(task.start_timeout / 2);
         let client = Client::connect_or_cancel(&task.ticket, task.task, None, dialed, cancel)?;
         let mut facts = host::facts();
@@ -387,7 +387,7 @@ impl Run {
         (start, gathered)
     }
 
-    /// Reports a success and waits until the others have ended, or somebody cancels.
+    /// Reports a success and waits until the others have ended, or until it is cancelled.
     fn exit_together(&self, client: &Client, exit: &Exit) -> farandole_registrar::Result<Option<Verdict>> {
         loop {
             if let Poll::Ready(verdict) = client.exit_together(exit, Instant::now() + REPORT)? {
@@ -421,7 +421,7 @@ impl Run {
         }
     }
 
-    /// Tells the registrar, and learns who failed first.
+    /// Reports to the registrar, and learns which task failed first.
     fn report(&self, client: &Client, place: &Place, remains: Remains, ended_by: Option<Signal>) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));

@@ -36,7 +36,7 @@ pub(crate) struct Elsewhere {
     pub(crate) open: BTreeSet<u32>,
     /// Its agent has its order.
     pub(crate) ready: bool,
-    /// Since when nobody there is expected to speak.
+    /// The time since which no message is expected from there.
     pub(crate) silent_since: Option<Instant>,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Elsewhere {
 pub(crate) enum News {
     /// A worker ended, or could not be run.
     Ended { task: u32, outcome: Result<Outcome> },
-    /// A connection ended before all of its tasks were told of.
+    /// A connection ended before the ends of all its tasks were reported.
     Gone {
         tasks: BTreeSet<u32>,
         error: Error,
@@ -53,7 +53,7 @@ pub(crate) enum News {
     },
 }
 
-/// Everybody who works for one job. Dropping it ends them.
+/// All agents of one job. Dropping it ends them.
 pub(crate) struct Crew<'a> {
     work: &'a Work,
     ticket: Ticket,
@@ -156,12 +156,12 @@ impl<'a> Crew<'a> {
         ended
     }
 
-    /// Returns whether everybody's end was heard of.
+    /// Returns whether all ends were reported.
     pub(crate) fn is_done(&self) -> bool {
         self.agents.is_empty() && self.hosts.iter().all(|host| host.open.is_empty())
     }
 
-    /// Does to everybody what the caller wants.
+    /// Applies the caller's wish to all agents.
     pub(crate) fn follow(&self, wish: Wish) {
         for host in &self.hosts {
             match wish {

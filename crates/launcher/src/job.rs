@@ -61,7 +61,7 @@ impl Job {
         Self { num_proc, hosts: Vec::new(), work: Work::program(command, environment, config) }
     }
 
-    /// As [`Job::run_told`], and nobody wants to know the ranks.
+    /// As [`Job::run_told`], without reporting the ranks.
     ///
     /// # Errors
     /// As [`Job::run_told`].
@@ -88,7 +88,7 @@ impl Job {
         let (here, there) = placements(&self.hosts, self.num_proc)?;
         let mut options = Options::from_config(self.num_proc, &self.work.config);
         if there.is_empty() {
-            // Nobody else needs to reach it.
+            // No other process needs to connect to it.
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
@@ -160,7 +160,7 @@ impl<'a> Conduct<'a> {
         self.events(Instant::now());
         let interrupted = self.wish > Wish::GoOn;
         if self.errors.is_empty() && self.outcomes.values().all(Outcome::is_success) {
-            // Hosts that fall silent together leave nobody who could say why the job ended.
+            // If hosts fall silent together, no agent is left to say why the job ended.
             self.errors.append(&mut self.unheard);
         }
         match Error::of_hosts(std::mem::take(&mut self.errors)) {

@@ -82,14 +82,14 @@ pub enum Notice {
         /// The outcome.
         outcome: Result<Outcome>,
     },
-    /// The connection has ended with tasks that nobody has told of.
+    /// The connection has ended, and some tasks' ends were not reported.
     Gone {
         /// The tasks.
         tasks: BTreeSet<u32>,
         /// The error, with the name of the host.
         error: Error,
     },
-    /// The connection has ended and all was told.
+    /// The connection has ended, and all ends were reported.
     Done,
 }
 

@@ -29,8 +29,8 @@ impl Default for Shell {
 }
 
 impl Shell {
-    /// OpenSSH, or a program with its options. Keys, known hosts, jump hosts and `~/.ssh/config` are its own business;
-    /// it is told not to ask for a password, which nobody would type.
+    /// OpenSSH, or a program with its options. It reads keys, known hosts, jump hosts and `~/.ssh/config` itself; it
+    /// must not ask for a password, because there may be no user to type it.
     ///
     /// # Errors
     /// `Usage` for a command that no shell could read.

@@ -69,7 +69,7 @@ pub(crate) enum Waited {
     Exited,
     /// Time has passed.
     Passed,
-    /// Somebody asked for a harsher end.
+    /// A harsher end was requested.
     Hurried(Manner),
 }
 
@@ -83,9 +83,9 @@ pub(crate) struct Remains {
 /// Variables with which the C library keeps the memory that a training step frees for the next step, which needs it
 /// again at once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel
 /// clears 100 MB of gradients again in every step: up to half of the step's time. The last one asks for huge pages,
-/// where the kernel gives them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all
-/// workers that do not set them themselves. What stays unused for longer goes back all the same:
-/// `farandole.common.heap` sees to that.
+/// where the kernel gives them on request: fresh memory then costs one fault for 2 MiB and not 512. Set for all
+/// workers that do not set them themselves. `farandole.common.heap` still returns memory that stays unused for
+/// longer.
 pub const ALLOCATOR: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
@@ -101,7 +101,7 @@ fn is_set(name: &str) -> bool {
 struct Reader {
     stream: Stream,
     thread: JoinHandle<()>,
-    /// It has lines that nobody has taken yet.
+    /// It has lines that are not taken yet.
     handing_on: Arc<AtomicBool>,
     /// Its other end goes with the thread.
     end: mpsc::Receiver<()>,
@@ -233,7 +233,7 @@ impl Worker {
     }
 
     /// Reaps the ended worker, ends what it left behind, and collects its output: all of it, however slowly it is
-    /// taken, unless `given_up` says that nobody wants the rest.
+    /// taken, unless `given_up` says that the rest is not wanted.
     ///
     /// # Errors
     /// `System` when the process cannot be waited for.
@@ -323,7 +323,7 @@ impl Drop for Worker {
 
 pub(crate) fn kill_group(group: Pid, signal: Signal) {
     if let Err(error) = kill_process_group(group, signal) {
-        // A group whose processes have all ended has nobody to signal.
+        // A group whose processes have all ended has no receiver of signals.
         tracing::debug!(%error, group = group.as_raw_pid(), "no process took the signal");
     }
 }
@@ -345,7 +345,7 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
     loop {
         match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
             Err(rustix::io::Errno::INTR) => {}
-            // Somebody else in this process reaped it: it has ended all the same.
+            // Other code of this process reaped it: it has ended in this case, too.
             Ok(_) | Err(_) => return,
         }
     }
@@ -382,7 +382,7 @@ fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'stati
 fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {
-        // Nobody listens any more when the deadline has passed.
+        // There is no receiver after the deadline.
         drop(sender.send(thread.join()));
     });
     drop(joiner.ok()?);

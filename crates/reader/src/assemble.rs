@@ -27,7 +27,7 @@ pub(crate) struct Copying {
 pub(crate) struct Draft {
     /// Its step.
     pub(crate) number: u64,
-    /// Rows that nobody has copied yet.
+    /// Rows that are not copied yet.
     pub(crate) missing: Vec<Piece>,
     rows: usize,
     valid: usize,

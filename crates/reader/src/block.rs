@@ -56,8 +56,8 @@ pub(crate) struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes are fetched one column after the
-    /// other when nobody has fetched them before.
+    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes that were not fetched before are
+    /// fetched one column after the other.
     ///
     /// # Errors
     /// Bytes that cannot be had or decoded.

@@ -7,10 +7,10 @@
 //! | a byte for every block: 1 when it is there | block 0: column 0, column 1, ... | block 1 ... |
 //! ```
 //!
-//! The file's name says what is in it, so that all who read the same columns of the same data find each other. Whoever
-//! decodes a block first writes it; two who do so at a time write the same bytes. The byte of a block is written after
-//! its columns. The last process to let go of the file deletes it; one that was killed leaves a file that nobody has
-//! locked, which the next one deletes.
+//! The file's name says what is in it, so that all readers of the same columns of the same data find each other. The
+//! first process that decodes a block writes it; two that do so at a time write the same bytes. The byte of a block
+//! is written after its columns. The last process that closes the file deletes it; a killed process leaves an
+//! unlocked file, which the next one deletes.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -139,7 +139,7 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // A forked child shares the lock with its parent, who continues.
+        // A forked child shares the lock with its parent, which continues.
         if self.process == std::process::id() && self.file.try_lock().is_ok() {
             drop(std::fs::remove_file(&self.path));
         }

@@ -119,7 +119,7 @@ impl Dataset {
         })
     }
 
-    /// All Parquet files of a directory that nobody prepared.
+    /// All Parquet files of a directory that was not prepared.
     fn found(store: Store) -> Result<Self> {
         let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
         let mut entries = store.list("")?;
@@ -341,7 +341,7 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
     })
 }
 
-/// Refuses columns that nobody can name.
+/// Refuses columns whose names cannot be written.
 fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
     let mut seen = HashSet::new();
     match columns.iter().find(|(column, _)| !seen.insert(column.name.as_str())) {

@@ -258,7 +258,7 @@ impl Share {
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
         let open = setup.plan.least_bytes(|part| setup.cost(part).0);
         let blocks = open.saturating_add(largest);
-        // One at the consumer, one for him to take next.
+        // One at the consumer, and the next one.
         let batches = batch.saturating_mul(2);
         let needed = blocks.saturating_add(batches);
         let Some(spare) = budget.checked_sub(needed) else {
@@ -266,8 +266,8 @@ impl Share {
         };
         let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
         let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
-        // What is fetched over a network waits for nobody. Local files are there when they are needed, and memory that has
-        // just been used is faster than what has not.
+        // Requests over a network do not wait for each other. Local files are there when they are needed, and memory
+        // that has just been used is faster than what has not.
         let early =
             if setup.dataset.store().is_remote() { spare } else { (spare / 4).min(open.max(EARLY_BYTES)) };
         Ok(Self { blocks: blocks + early, ahead })

@@ -35,7 +35,7 @@ pub(crate) fn typed_mut<T: Value>(bytes: &mut [u8]) -> &mut [T] {
     <[T]>::mut_from_prefix(bytes).map_or(&mut [], |(values, _)| values)
 }
 
-/// Makes a buffer at least this long, in steps that suit every type; what is in it is nobody's business.
+/// Makes a buffer at least this long, in steps that suit every type. Its content is undefined.
 pub(crate) fn room(buffer: &mut MutableBuffer, bytes: usize) {
     let bytes = bytes.next_multiple_of(64);
     if buffer.len() < bytes {
@@ -89,7 +89,7 @@ const RESERVED: usize = 256 << 20;
 #[derive(Debug, Default)]
 struct Held {
     free: Vec<Memory>,
-    /// Bytes that somebody uses.
+    /// Bytes in use.
     used: usize,
 }
 

@@ -51,7 +51,7 @@ pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
         return Ok(gpus.without_nccl());
     }
     let gpus = if config.nccl_memory { gpus.with_registration() } else { gpus };
-    // Without a home, nobody's kernels are taken for ours.
+    // Without a home directory there is no cache, so that no other user's kernels are loaded.
     Ok(match kernels(environment) {
         Some(folder) => gpus.with_ipc(Cache::new(folder)),
         None => gpus,

@@ -171,7 +171,7 @@ pub enum Error {
     /// The engine did not start, or its first operation failed.
     #[error(transparent)]
     Engine(#[from] farandole_engine::Error),
-    /// Not everybody came to the first barrier.
+    /// Some ranks did not come to the first barrier.
     #[error("timed out after {elapsed:.1?} waiting for all {size} ranks to finish init()")]
     Timeout {
         /// Ranks of the world.

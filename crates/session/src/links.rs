@@ -35,8 +35,8 @@ fn fullest(world: &World) -> u64 {
     ranks.into_values().max().unwrap_or(1)
 }
 
-/// Bytes of shared memory that a host's links may take: what somebody asked for, or else enough for the least rings of
-/// the world and of a set of all its ranks. Memory is taken when first touched.
+/// Bytes of shared memory that a host's links may take: the configured value, or else enough for the smallest rings
+/// of the world and of a set of all its ranks. Memory is taken when first touched.
 pub(crate) fn budget(world: &World, config: &Config) -> u64 {
     if config.given.contains(&"shared_memory_bytes") {
         return config.shared_memory_bytes;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets everybody's card.
+//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets the cards of all ranks.
 
 use std::fs;
 use std::process;

@@ -59,7 +59,7 @@ impl Session {
         &self.engine
     }
 
-    /// The connection to the registrar; none in a process nobody launched.
+    /// The connection to the registrar; none in a process without a launcher.
     pub fn client(&self) -> Option<&Client> {
         self.client.as_ref()
     }

@@ -3,11 +3,11 @@
 
 //! Process sets of a session: all ranks change them together, in one order.
 //!
-//! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a new
-//! set then open links of their own; a second agreement tells everybody whether all could. So numbers and members are
+//! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a
+//! new set then open their own links; in a second agreement all learn whether all could. So numbers and members are
 //! equal on all ranks at any time, and what one rank cannot do no rank has.
 //!
-//! In an elastic job sets go on into the next world (`carried`).
+//! In an elastic job sets continue in the next world (`carried`).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -136,10 +136,10 @@ impl Session {
         }
     }
 
-    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or not,
-    /// with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while others are
-    /// waited for; after an interruption the same call goes on waiting. A set of these ranks that comes from the world
-    /// before is that set, at once.
+    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or
+    /// not, with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while
+    /// others are waited for; after an interruption the same call continues the wait. A set of these ranks that comes
+    /// from the world before is that set, at once.
     ///
     /// # Errors
     /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks ask for
@@ -231,7 +231,7 @@ impl Session {
         if self.world().generation.0 <= 1 {
             return Ok(None);
         }
-        // Who asks for sets begins again.
+        // A caller that asks for sets begins again.
         let own = rejoin::left_sets().filter(|_| wishes.is_empty());
         agreed(client, self.world(), own.as_ref(), deadline, interrupted)
     }

@@ -247,7 +247,7 @@ fn link(wires: &Shared, places: &[u32], (rank, peer): (usize, usize), capacity: 
     Link { peer: number(peer), kind, capacity, sender: Box::new(sender), receiver: Box::new(receiver) }
 }
 
-/// Polls everybody until nobody moves, then lets time pass, until nothing is on its way.
+/// Polls all members until none moves, then lets time pass, until no message is on its way.
 fn drive(communicators: &mut [HostCommunicator], wires: &Shared) -> Result<()> {
     let mut completed = Vec::new();
     loop {

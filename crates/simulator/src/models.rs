@@ -28,7 +28,7 @@ pub struct Model {
     pub name: &'static str,
     /// In the order of the forward pass.
     pub layers: Vec<Layer>,
-    /// Passes on one GPU, unless somebody says otherwise.
+    /// Passes on one GPU, by default.
     pub timing: Timing,
     /// Source of these times.
     pub source: &'static str,

@@ -5,12 +5,12 @@
 
 use crate::Cluster;
 
-/// The least time after which Linux sends a lone packet again that nobody has acknowledged.
+/// The least time after which Linux sends an unacknowledged lone packet again.
 const TIMEOUT: f64 = 0.2;
 /// The time that Linux waits, besides two round trips, before it probes for the loss of the last of several packets.
 const PROBE: f64 = 0.008;
 
-/// Memory and interfaces. Whoever takes them must come in the order of time.
+/// Memory and interfaces. Callers must come in the order of time.
 pub(crate) struct Network {
     cluster: Cluster,
     /// Until when each is taken, by host; interfaces in both directions.

@@ -11,7 +11,7 @@ use farandole_engine::outline;
 use crate::events::float;
 use crate::{Collective, Control, Model, Result};
 
-/// Passes on one rank that waits for nobody.
+/// Passes on one rank without waits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
     /// The forward pass, and the update of parameters.
@@ -58,7 +58,7 @@ impl Step {
             let (time, reducing) = (alone, Duration::ZERO);
             return Ok(Self { time, alone, reducing, lists: 0, operations: 0 });
         }
-        // Everybody waits for the slowest.
+        // All ranks wait for the slowest.
         let slowdown = if cluster.stragglers > 0 { cluster.slowdown } else { 1.0 };
         let forward = timing.forward.as_secs_f64() * slowdown;
         let backward = timing.backward.as_secs_f64() * slowdown;

@@ -49,8 +49,8 @@ impl Backend {
             }
             Location::Remote { service, root, .. } => {
                 let backend = Self::Remote(*service, root.clone(), options::of(&location.url()));
-                // Wrong options are said here, not at the first read somewhere else. HDFS looks for its name node when it
-                // opens: that is for those who read or write.
+                // Wrong options are said here, not at the first read somewhere else. HDFS looks for its name node
+                // when it opens, so only readers and writers open it.
                 if *service != Service::Hdfs {
                     backend.get()?;
                 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! HDFS as patient as the other services: what passes (name nodes that change places, connections that break) is asked
-//! again with growing pauses, every answer has a deadline, and refusals say who refused without a stack of Java.
+//! HDFS as patient as the other services: what passes (name nodes that change places, connections that break) is
+//! asked again with growing pauses, every answer has a deadline, and refusals name the service without a Java stack.
 
 use std::fmt;
 use std::ops::Range;
@@ -42,8 +42,8 @@ const PASSING: [&str; 4] = ["StandbyException", "RetriableException", "SafeModeE
 /// Errors of name nodes about missing permissions.
 const REFUSALS: [&str; 2] = ["AccessControlException", "AuthorizationException"];
 
-/// The process whose reads have left connections to data nodes behind, which the client keeps for a while and hands to
-/// whoever reads next, in forked children too; 0 before the first.
+/// The process whose reads have left connections to data nodes behind, which the client keeps for a while and gives
+/// to the next reader, in forked children, too; 0 before the first.
 static READER: AtomicU32 = AtomicU32::new(0);
 
 /// Refuses to read by connections that belong to the process this one was forked from: both would wait for ever.

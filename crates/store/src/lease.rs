@@ -76,8 +76,8 @@ impl Holder {
     }
 
     fn lives(&self, now: SystemTime) -> bool {
-        // Another boot id is another host, or this one before it was started again, in which nobody lives; which of the
-        // two cannot be told, as hosts may have equal names.
+        // Another boot id is another host, or an earlier boot of this one, whose processes are gone. The two cannot
+        // be distinguished, because hosts may have equal names.
         let elsewhere = match (&self.boot, boot()) {
             (Some(theirs), Some(ours)) => *theirs != ours,
             _ => self.host != host(),
@@ -157,7 +157,7 @@ fn here(now: SystemTime, lasts: Option<Duration>) -> Result<Bytes> {
     text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
 }
 
-/// Takes the directory for this process alone: the name of its lease, or `None` when somebody uses the directory.
+/// Takes the directory for this process alone: the name of its lease, or `None` if the directory is in use.
 ///
 /// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week.
 ///
@@ -193,7 +193,7 @@ fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Strin
     Ok(name)
 }
 
-/// Uses the directory beside others: the name of the mark, or `None` when somebody has taken it.
+/// Uses the directory beside others: the name of the mark, or `None` if it is taken.
 ///
 /// # Errors
 /// As [`take`].
@@ -237,7 +237,7 @@ pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
     Ok(true)
 }
 
-/// Returns whether nobody uses the directory.
+/// Returns whether the directory is unused.
 ///
 /// # Errors
 /// A backend that cannot be asked.

@@ -21,7 +21,7 @@ const SMALLEST: usize = 64 << 10;
 /// Bytes of buffers kept for the next reads.
 const KEPT: usize = 96 << 20;
 
-/// Buffers nobody uses.
+/// Unused buffers.
 static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 /// A buffer that goes back when the last slice of it is gone.

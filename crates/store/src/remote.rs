@@ -20,7 +20,7 @@ use crate::location::{Location, Service};
 use crate::options::{self, Options};
 use crate::wait;
 
-/// fsspec's names of options, for those who bring `storage_options` along. Ours on the right.
+/// fsspec's names of options, for callers with `storage_options`. Ours on the right.
 const S3_NAMES: &[(&str, &str)] = &[
     ("key", "aws_access_key_id"),
     ("secret", "aws_secret_access_key"),
@@ -170,7 +170,7 @@ fn azure(root: &str, options: &Options) -> Result<MicrosoftAzureBuilder> {
     Ok(if plain { builder.with_allow_http(true) } else { builder })
 }
 
-/// The parts of Azure's connection string that say who and where.
+/// The parts of Azure's connection string with the account and the address.
 fn connection(text: &str) -> impl Iterator<Item = (&'static str, &str)> {
     text.split(';').filter_map(|part| {
         let (key, value) = part.split_once('=')?;

@@ -16,10 +16,10 @@ use crate::wait::{Waiter, runtime};
 
 /// Pieces smaller than this are put together: object stores refuse small parts.
 const PART: usize = 8 << 20;
-/// Parts on their way at once over a network: the writer goes on meanwhile.
+/// Parts on their way at once over a network: the writer continues meanwhile.
 const AHEAD: usize = 4;
 
-/// A file being written. Nobody sees it before [`Upload::finish`]; dropping it leaves nothing behind.
+/// A file being written. It is invisible before [`Upload::finish`]; dropping it leaves nothing behind.
 pub struct Upload {
     inner: Option<Box<dyn MultipartUpload>>,
     waiter: Waiter,

@@ -83,7 +83,7 @@ impl Weight for Record {
     }
 }
 
-/// Somebody who takes records: a ring, a terminal, a file.
+/// A receiver of records: a ring, a terminal, a file.
 pub trait Sink: Send + Sync {
     /// Takes one record. May block to slow the sender down; must not panic.
     fn accept(&self, record: Record);

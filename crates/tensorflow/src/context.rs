@@ -177,8 +177,8 @@ impl Context {
         Ok(Tensor { api: self.api, raw })
     }
 
-    /// The output with this index on the memory of the input with the same index if nobody else needs that, else on
-    /// new memory; `status` as for [`Self::input`].
+    /// The output with this index on the memory of the input with the same index if it is not needed otherwise, else
+    /// on new memory; `status` as for [`Self::input`].
     pub(crate) fn forward(
         self,
         index: c_int,

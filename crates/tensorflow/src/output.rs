@@ -22,7 +22,7 @@ impl<'a> Brought<'a> {
     /// All outputs of an outcome.
     ///
     /// # Safety
-    /// `first` and `count` are the outcome's of a `done` that has not returned, and nobody else frees them.
+    /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code frees them.
     pub(crate) unsafe fn all(door: &'static Door, first: *const Output, count: usize) -> Vec<Brought<'a>> {
         // SAFETY: the caller's promise.
         let outputs = unsafe { slice(first, count) };

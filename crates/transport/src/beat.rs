@@ -88,7 +88,7 @@ pub(crate) enum Heard {
     Nothing,
     /// The connection ended.
     End,
-    /// It broke, or somebody on the way meddled with it.
+    /// It broke, or its bytes were changed on the way.
     Broken(String),
 }
 

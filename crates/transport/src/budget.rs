@@ -27,7 +27,7 @@ impl Budget {
     /// Takes bytes, or says why not.
     pub(crate) fn take(&self, bytes: u64) -> Result<Lease, String> {
         let within = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= self.bytes);
-        // Only a count: what it guards is guarded by whoever makes the memory.
+        // Only a count: the code that allocates the memory enforces the limit.
         match self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within) {
             Ok(_) => Ok(Lease { bytes, taken: Arc::clone(&self.taken) }),
             Err(_) => Err(format!("{bytes} bytes more than this process may take of {}", self.bytes)),

@@ -51,7 +51,7 @@ impl Circle {
         peers
     }
 
-    /// Returns whether all ranks are each other's peers, and nobody relies on what others tell.
+    /// Returns whether all ranks are each other's peers, so that no rank relies on reports of others.
     pub(crate) fn is_complete(&self) -> bool {
         let count = self.machines.len();
         let shared = self.machines.iter().filter(|ranks| ranks.len() > 1).count();

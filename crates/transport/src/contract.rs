@@ -165,7 +165,7 @@ pub fn windows_are_contiguous_at_every_offset((mut a, mut b): (Link, Link)) {
     }
 }
 
-/// Bytes are bounded while nobody reads, and flow again when somebody does.
+/// Bytes are bounded while there is no reader, and flow again when there is one.
 pub fn a_sender_is_held_back_by_a_reader_that_is_slow((mut a, mut b): (Link, Link)) {
     let limit = Limit::new();
     let mut sent = 0;
@@ -207,7 +207,7 @@ pub fn what_was_sent_before_a_close_is_read_before_its_error((mut a, mut b): (Li
     drop(a);
     receive(&mut *b.receiver, 999);
     let limit = Limit::new();
-    // Whoever needs two bytes learns that one is all there is, and may read it.
+    // A reader that needs two bytes learns that there is only one, and may read it.
     while b.receiver.awaits().is_ok() {
         assert_eq!(b.receiver.window().unwrap().len(), 1);
         limit.pause("the end");

@@ -36,7 +36,7 @@ pub(crate) const LATE: &str = "no answer in time";
 /// The reason why one attempt failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Nobody listens there.
+    /// No process listens there.
     Refused(String),
     /// It may work later.
     Unanswered(String),
@@ -48,14 +48,14 @@ pub(crate) enum Failure {
     Broken(String),
     /// Not the peer's doing.
     Own(Error),
-    /// Somebody answered who does not hold the key.
+    /// A process without the key answered.
     Stranger(String),
     /// The peer answered, and does not want this.
     Declined(String),
 }
 
 impl Failure {
-    /// A failed call of ours. Without descriptors nobody can be asked, and that says nothing about the peer.
+    /// A failed call of ours. Without free descriptors no peer can be asked, which says nothing about the peer.
     pub(crate) fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::Own(Error::System { what, reason }),
@@ -161,9 +161,9 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
     Ok(socket)
 }
 
-/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline passes. When every address refuses, or
-/// answers as somebody else, twice, the peer is gone: it listened before it published its addresses. So is one that
-/// can be connected to and says nothing for the peer timeout.
+/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline
+/// passes. If every address refuses, or answers as another process, twice, the peer is gone: it listened before it
+/// published its addresses. So is one that can be connected to and says nothing for the peer timeout.
 pub(crate) fn any(
     shared: &Shared,
     request: &Request<'_>,

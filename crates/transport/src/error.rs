@@ -36,7 +36,7 @@ pub enum Error {
         /// The last failure.
         reason: String,
     },
-    /// Somebody connected who does not hold the job's key, or speaks another protocol.
+    /// A process without the job's key, or with another protocol, connected.
     #[error("refused a peer during the handshake: {reason}")]
     Handshake {
         /// The reason.

@@ -98,7 +98,7 @@ impl Incoming {
                 Ok((0, _)) => return Progress::Refused,
                 Ok((received, arrived)) => {
                     self.filled += received;
-                    // Descriptors of somebody who has proved nothing are closed here.
+                    // Descriptors of an unproven peer are closed here.
                     if let Stage::Proof { descriptors, .. } = &mut self.stage {
                         descriptors.extend(arrived);
                         // A proof that comes byte by byte must not bring more of them each time.

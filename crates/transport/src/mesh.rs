@@ -49,7 +49,7 @@ pub struct MeshOptions {
     pub size: u32,
     /// Ranks of one machine try shared memory.
     pub host: HostHash,
-    /// The secret of the job: whoever does not hold it is turned away.
+    /// The secret of the job: a process without it is refused.
     pub key: [u8; 32],
     /// The world among the worlds of the job; others are turned away.
     pub generation: Generation,
@@ -110,8 +110,8 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it, but
-/// then nobody watches their peers.
+/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it,
+/// but their peers are not watched any more.
 pub struct Mesh {
     shared: Arc<Shared>,
     options: MeshOptions,

@@ -99,8 +99,8 @@ impl Parker {
         }
     }
 
-    /// Sleeps until woken or `deadline`. Returns at once when somebody rang or cancelled since [`Parker::prepare`].
-    /// A signal that is handled in this thread counts as a wake.
+    /// Sleeps until woken or `deadline`. Returns at once if there was a ring or a cancellation since
+    /// [`Parker::prepare`]. A signal that is handled in this thread counts as a wake.
     ///
     /// # Errors
     /// `Forked`, `System`.
@@ -142,7 +142,8 @@ impl Place for Until<'_> {
     }
 
     fn ring(&self) {
-        // An eventfd of this process is refused only when it is full: then it is rung. Nobody sleeps in a forked child.
+        // An eventfd of this process is refused only when it is full: then it is rung. No thread sleeps in a forked
+        // child.
         let _ = self.shared.bell.ring();
     }
 

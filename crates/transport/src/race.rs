@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Connections to the addresses of one peer (RFC 8305): an address that does not answer gives the next one a chance
-//! after a quarter of a second and goes on trying beside it, and one that refuses does at once.
+//! Connections to the addresses of one peer (RFC 8305): after a quarter of a second without an answer, the next
+//! address is tried at the same time; after a refusal, it is tried at once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -140,7 +140,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// An address that answers nobody, as that of a host that is down: its queue is full, so the kernel drops calls.
+    /// An address that never answers, as that of a host that is down: its queue is full, so the kernel drops calls.
     pub(crate) struct Dead {
         pub(crate) address: SocketAddr,
         _held: (TcpListener, Vec<TcpStream>),

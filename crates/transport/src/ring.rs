@@ -17,7 +17,7 @@ const CLOSED: &str = "it closed the link";
 pub(crate) struct RingSender {
     producer: Producer,
     peer: Arc<Peer>,
-    /// The peer's; `None` where nobody sleeps.
+    /// The peer's; `None` if the peer has no sleeper.
     bell: Option<Arc<Bell>>,
     _lease: Option<Arc<Lease>>,
 }

@@ -66,7 +66,7 @@ impl Place {
         // If it was unseated a moment ago, the connection is about to be closed.
         if let Some(seated) = state.unproven.remove(&self.number) {
             state.proven.insert(self.number);
-            // Nobody receives if the connection ends at this moment.
+            // There is no receiver if the connection ends at this moment.
             let _ = seated.send(());
         }
     }

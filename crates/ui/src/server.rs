@@ -203,7 +203,7 @@ async fn respond(
 ) -> Response<Full<Bytes>> {
     let path = request.uri().path().to_owned();
     if site.place(&path).is_none() {
-        // Neither a thread nor another request for who does not have the token.
+        // A client without the token gets neither a thread nor another request.
         let mut refused = site.answer(&path, "").response(None);
         refused.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         return refused;

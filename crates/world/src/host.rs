@@ -8,8 +8,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Facts about a host, gathered by whoever may do I/O. Two tasks whose facts are equal but for the container may share
-/// memory; transport proves that they do before it uses a shared segment.
+/// Facts about a host, gathered by code that may do I/O. Two tasks whose facts are equal but for the container may
+/// share memory; transport proves that they do before it uses a shared segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Host name up to the first dot.

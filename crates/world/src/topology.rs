@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl World {
-    /// A world of one, for a process nobody launched.
+    /// A world of one, for a process without a launcher.
     pub fn alone(host: HostHash) -> Self {
         let seat = Seat {
             task: TaskId(0),

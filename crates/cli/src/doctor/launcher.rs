@@ -12,7 +12,8 @@ use super::Page;
 /// Hosts that are named.
 const NAMED: usize = 16;
 
-/// Variables that name this process's rank: those that must be there, and who sets them. The first one has the rank.
+/// Variables that name this process's rank: the required ones, and the starters that set them. The first one has the
+/// rank.
 const LAUNCHERS: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
@@ -92,7 +93,7 @@ fn named(hosts: &[HostSlots]) -> String {
     format!("{}{rest}", first.join(","))
 }
 
-/// Everybody who seems to have started this process.
+/// All starters that seem to have started this process.
 fn started_by(here: &dyn Surroundings) -> String {
     let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
         let values: Option<Vec<String>> =

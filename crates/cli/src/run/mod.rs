@@ -83,7 +83,7 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
         tell(report, verbose, &say);
     }
     if let Some(timeline) = timeline {
-        // A job does not fail because nobody can see where its time went; of one that failed, that may say why.
+        // A missing timeline does not fail a job. The timeline of a failed job may show the reason.
         match timeline.merge() {
             Ok(lines) => lines.iter().for_each(|line| say(line)),
             Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),

@@ -189,7 +189,7 @@ impl RunOptions {
         Ok(Place { hosts, num_proc, shell, allocation: given })
     }
 
-    /// The processes that an elastic job begins with, where nothing else says how many.
+    /// The number of processes with which an elastic job begins, if nothing else says it.
     fn first(&self) -> Result<u32> {
         let first = self.num_proc.or(self.config.min_num_proc);
         first.context("say how many processes to start: -np N or --min-num-proc N")

@@ -14,7 +14,7 @@ use farandole::world::World;
 use super::options::RunOptions;
 use crate::surroundings::{Surroundings, Watch};
 
-/// The viewer, if somebody asked for it.
+/// The viewer, if it was requested.
 #[derive(Clone)]
 pub(super) struct Watching(Option<Arc<dyn Watch>>);
 

@@ -279,8 +279,9 @@ impl Plan {
         self.rows
     }
 
-    /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be copied
-    /// part by part, in the order of [`Plan::queue`], and parts that nobody needs any more make room for others.
+    /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be
+    /// copied part by part, in the order of [`Plan::queue`], and parts that are not needed any more make room for
+    /// others.
     pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
         // By step: what ends in it, what it alone needs, what begins in it and continues.
         let (ends, alone, begins) = (0_u8, 1, 2);

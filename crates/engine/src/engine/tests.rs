@@ -185,7 +185,7 @@ fn a_panic_ends_the_engine_whoever_drives() {
         Engine::start(options).unwrap()
     };
     for at_once in [false, true] {
-        // Who waits drives.
+        // A thread that waits also drives.
         let engine = start(at_once);
         let handle = engine.submit_attended(barrier()).unwrap();
         ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());

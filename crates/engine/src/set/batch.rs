@@ -77,7 +77,7 @@ pub(super) struct Batch {
     copies: Vec<Arc<dyn Event>>,
     /// Staging memory that all parts are in.
     block: Option<Memory>,
-    /// While somebody listens.
+    /// While there is a listener.
     pub(super) span: Option<Span>,
 }
 
@@ -268,7 +268,7 @@ impl Batch {
         let Some(block) = self.block.take() else {
             let pairs: Vec<_> = self.parts.iter().filter_map(Part::stored).collect();
             let mut last = None;
-            // All to a device at once: of several events those that nobody gets would have to be waited for.
+            // All to a device at once: with several events, those without a receiver would have to be waited for.
             for pairs in pairs.chunk_by(|(_, one), (_, other)| one.place() == other.place()) {
                 if let Some((_, tensor)) = pairs.first()
                     && let Some(device) = shared.devices.of(tensor)?
@@ -290,7 +290,7 @@ impl Batch {
     /// For a communicator among devices: the operation on the tensors themselves, and what it comes after.
     ///
     /// # Errors
-    /// `Device` when there is no room for a result that nobody has brought memory for.
+    /// `Device` if there is no room for a result without memory of the caller.
     pub(super) fn launch(
         &mut self,
         members: &[Rank],

@@ -62,12 +62,12 @@ impl Execution {
         self.batches.is_empty()
     }
 
-    /// Returns whether a device has something in progress, of which somebody may have the result already.
+    /// Returns whether a device has work in progress whose result a caller may have already.
     pub(super) fn is_watched(&self) -> bool {
         !self.broken && self.reach.is_watched()
     }
 
-    /// Returns whether a device is waited for, which wakes nobody.
+    /// Returns whether a device is waited for, whose end wakes no thread.
     pub(super) fn waits_for_device(&self) -> bool {
         !self.broken && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
     }
@@ -105,7 +105,7 @@ impl Execution {
         self.reach = Reach::Not;
     }
 
-    /// Fails the batches. The communicators give them up, so nobody touches their buffers any more.
+    /// Fails the batches. The communicators give them up, so their buffers are not touched any more.
     pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         self.reach.abandon(cause.is_orderly(), self.broken);
         self.broken = true;
@@ -128,7 +128,7 @@ impl ProcessSet {
         let mut moved = self.execution.start(&self.options, &self.members, finished)?;
         match self.execution.progress(&self.options, &self.members, finished) {
             Ok(progressed) => moved |= progressed,
-            // Who is to blame may be told by others soon.
+            // Other ranks may soon say which rank is to blame.
             Err(
                 cause @ (Cause::Transport(_)
                 | Cause::Collective(CollectiveError::Transport(_) | CollectiveError::Lost { .. })),

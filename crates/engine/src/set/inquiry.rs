@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The stall report: the coordinator collects what is stalled, asks those who are missing, and reports once per
+//! The stall report: the coordinator collects stalled operations, asks the missing ranks, and reports once per
 //! interval.
 //!
 //! `QUERY` (number, members) goes down to all; a member that is asked finds out what its process waits in and what its

@@ -3,9 +3,9 @@
 
 //! Ranks that left or failed.
 //!
-//! A rank that leaves says how many lists it has executed. Everybody completes those, fails the rest, and keeps its
-//! links until all are done, for a transfer may still be looking at them: `DONE` goes up the tree, then `CLEAR` goes
-//! down. A rank that fails just says so.
+//! A rank that leaves says how many lists it has executed. All ranks complete those, fail the rest, and keep their
+//! links until all are done, because a transfer may still use them: `DONE` goes up the tree, then `CLEAR` goes down.
+//! A rank that fails just says so.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ pub(super) struct Leaving {
     /// Children whose subtrees are done.
     done: usize,
     told: bool,
-    /// Everybody is done: links may end.
+    /// All ranks are done: links may end.
     cleared: bool,
 }
 
@@ -217,7 +217,7 @@ impl ProcessSet {
             return Ok(());
         }
         self.execution.fail(&leaving.cause, finished);
-        // Whoever closed its links did not wait, or waited long enough.
+        // A rank that closed its links did not wait, or waited long enough.
         leaving.cleared |= self.neighbours.iter().any(|neighbour| neighbour.closed);
         if leaving.done < children || leaving.told {
             return Ok(());

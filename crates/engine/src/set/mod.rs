@@ -60,7 +60,7 @@ mod kind {
     pub(super) const STALLED: u8 = 6;
     /// Upward: the subtree executes nothing that a departed rank took part in.
     pub(super) const DONE: u8 = 7;
-    /// Downward: nobody does.
+    /// Downward: none of them does.
     pub(super) const CLEAR: u8 = 8;
     /// Downward: members that are waited for shall say what they do.
     pub(super) const QUERY: u8 = 9;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::hosts::{HostSlots, parse_hostfile};
 
-/// Tells a search that nobody waits for it any more.
+/// Tells a search that its result is not needed any more.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 

@@ -124,7 +124,7 @@ impl ElasticJob {
         if fixed {
             self.check_slots(&found)?;
             if found.only_here() {
-                // Nobody else needs to reach it.
+                // No other process needs to connect to it.
                 options.host = Some("127.0.0.1".to_owned());
                 options.bind = String::new();
             }
@@ -352,7 +352,7 @@ impl Conduct<'_> {
         (self.heard)(Happening::Loss(&format!("{who} {reason}")));
     }
 
-    /// Has everybody end who is still there.
+    /// Ends all workers that still run.
     fn over(&mut self) {
         self.over_at.get_or_insert_with(Instant::now);
         for (task, agent) in &self.crew.agents {
@@ -379,7 +379,7 @@ impl Conduct<'_> {
         }
     }
 
-    /// Ends connections to hosts of whom nothing will be heard any more.
+    /// Ends connections to hosts that will send nothing any more.
     fn give_up(&mut self) {
         let now = Instant::now();
         let passed = |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
@@ -401,7 +401,7 @@ impl Conduct<'_> {
             return;
         }
         self.wish = wish;
-        // Nobody wants the job any more, also if this process is killed while the workers end.
+        // The job is not wanted any more, also if this process is killed while the workers end.
         self.registrar.end_journal();
         self.crew.follow(wish);
         // Agents of an earlier launcher have no connection but the one to the registrar.

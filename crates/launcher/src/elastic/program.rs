@@ -66,7 +66,7 @@ fn watched(child: &mut Child, limit: Duration, stop: &Stop) -> Result<Outputs, S
     let outputs = (collected(child.stdout.take())?, collected(child.stderr.take())?);
     thread(move || {
         wait_without_reaping(group);
-        // Nobody listens once the time has passed.
+        // There is no receiver once the time has passed.
         let _gone = sender.send(());
     })?;
     let ended = loop {

@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_script_that_hangs_is_killed_with_all_that_it_started() {
-        // EL-2. The pipe ends only once nobody holds it.
+        // EL-2. The pipe ends only when no process holds it.
         let mut hanging = Script { limit: Duration::from_millis(300), ..script("sleep 600 & sleep 600") };
         let began = Instant::now();
         let error = found(&mut hanging).unwrap_err();

@@ -73,7 +73,7 @@ impl Drop for Watch {
         self.stop.stop();
         // A thread that is gone needs no waking.
         let _gone = self.wake.send(());
-        // The thread's end closes the channel. A search that is somebody else's code may not end.
+        // The thread's end closes the channel. A search that runs foreign code may not end.
         while let Ok(_late) = self.found.recv_timeout(ENDING) {}
     }
 }

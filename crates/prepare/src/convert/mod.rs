@@ -358,7 +358,7 @@ fn pack(
     if width == 0 && rows > 0 {
         return Err(Error::Type { column: origin.column.to_owned(), found: "rows of no values".to_owned() });
     }
-    // A batch without rows does not know its width; whoever keeps it takes the width of another batch.
+    // A batch without rows does not know its width; its keeper takes the width of another batch.
     let size = i32::try_from(width.max(1)).map_err(|_| Error::Type {
         column: origin.column.to_owned(),
         found: format!("rows of {width} bytes"),

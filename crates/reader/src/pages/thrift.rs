@@ -2,9 +2,9 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Page headers and offset indexes, in Thrift's compact protocol. The library reads them only together with whole
-//! pages; who wants to skip pages needs the headers alone.
+//! pages; to skip pages, the headers alone are needed.
 
-/// Structures deeper than this are nobody's page header.
+/// Structures deeper than this are no page header.
 const DEEP: u32 = 16;
 
 /// The kind of a page, from its header.

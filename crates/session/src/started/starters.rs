@@ -108,7 +108,7 @@ pub(super) const STARTERS: &[Starter] = &[
         exact: &["SLURM_JOB_ID", SLURM_STEP, "SLURM_RESTART_COUNT"],
         own_names: true,
     },
-    // Last: it has no size of its own, and counts only where nobody else tells one.
+    // Last: it has no size of its own, and counts only if no other starter gives one.
     Starter {
         name: "PMIx",
         key: "pmix",

@@ -27,7 +27,7 @@ pub(crate) enum Way {
         /// The file's name.
         name: String,
     },
-    /// An address, and a secret that everybody has.
+    /// An address, and a secret that all ranks have.
     Address {
         /// The secret.
         secret: Secret,

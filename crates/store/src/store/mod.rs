@@ -292,7 +292,7 @@ impl Store {
         self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
     }
 
-    /// Writes a small file unless there is one of this name; says whether it did. Of many who try, one does.
+    /// Writes a small file unless there is one of this name; says whether it did. Of many attempts, one succeeds.
     ///
     /// # Errors
     /// As [`Store::write`].
@@ -313,8 +313,8 @@ impl Store {
         }
     }
 
-    /// Deletes what killed uploads left directly in this directory; the caller knows that nobody writes here. Only file
-    /// systems show such leavings.
+    /// Deletes what killed uploads left directly in this directory; the caller knows that there is no writer here.
+    /// Only file systems show such leavings.
     ///
     /// # Errors
     /// As [`Store::look`] and [`Store::delete`].
@@ -411,7 +411,7 @@ impl Store {
             let inner = if path.is_empty() { item.name } else { format!("{path}/{}", item.name) };
             self.remove_directories(&inner)?;
         }
-        // One in which somebody writes meanwhile stays, as it should.
+        // A directory with a writer stays, as it should.
         drop(self.delete(path));
         Ok(())
     }

@@ -72,7 +72,7 @@ impl Queue {
         Some(true)
     }
 
-    /// Adds an event, dropping the oldest ones until it fits. False when nobody takes events.
+    /// Adds an event, dropping the oldest ones until it fits. False if no thread takes events.
     pub(super) fn push(&self, event: Event) -> bool {
         let mut state = self.lock();
         if state.taker.is_none() {

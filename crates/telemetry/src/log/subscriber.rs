@@ -3,7 +3,7 @@
 
 //! The receiver of events.
 //!
-//! The level is known to every place that emits: a place whose events nobody wants does one relaxed load and a comparison.
+//! The level is known to every place that emits: a place with unwanted events does one relaxed load and a comparison.
 
 use std::io::{Write as _, stderr};
 use std::process;
@@ -97,7 +97,7 @@ impl Subscriber for Lines {
         if keeps() && KEPT.push(event.clone()) {
             return;
         }
-        // In one piece. That nobody reads it any more is no reason to fail.
+        // In one piece. A closed reader is no reason to fail.
         let line = event.to_line(HIDE_TIME.load(Ordering::Relaxed));
         drop(stderr().write_all(line.as_bytes()));
     }

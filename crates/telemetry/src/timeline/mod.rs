@@ -226,7 +226,7 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        // Nobody is left to be told that the file is cut short.
+        // No caller is left for the error that the file is cut short.
         drop(self.stop());
     }
 }

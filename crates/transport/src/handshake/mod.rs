@@ -12,12 +12,13 @@
 //! acceptor -> accepted   status, HMAC(key, "accepted" | status | hello | challenge)   (+ descriptors)
 //! ```
 //!
-//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the first, so nothing can be
-//! replayed, and the role does, so nothing can be reflected. The first code can be replayed: it only tells strangers from
-//! those who may be ranks, before anything is computed for them. What follows on TCP is sealed ([`crate::record`]) with
-//! keys of the [`exchange`]; a segment of shared memory needs none, and then public keys are zero.
+//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the first, so nothing
+//! can be replayed, and the role does, so nothing can be reflected. The first code can be replayed: it only
+//! distinguishes strangers from possible ranks, before anything is computed for them. What follows on TCP is sealed
+//! ([`crate::record`]) with keys of the [`exchange`]; a segment of shared memory needs none, and then public keys are
+//! zero.
 //!
-//! Magic and version stand first in all versions, and whoever reads another version there answers or says so.
+//! Magic and version stand first in all versions, and a rank that reads another version there answers or reports it.
 
 pub(crate) mod exchange;
 
@@ -293,7 +294,7 @@ impl Transcript {
         key.mac(&[b"hello", &[0], head]).is_some_and(|mac| mac.verify_slice(code).is_ok())
     }
 
-    /// Acceptor: answers a hello; the second part goes to the dialer. Those who are not welcome cost little.
+    /// Acceptor: answers a hello; the second part goes to the dialer. Unwelcome callers cost little.
     pub(crate) fn answer(key: &Key, hello: [u8; HELLO], status: Status) -> Result<(Self, [u8; CHALLENGE])> {
         let decoded = Hello::decode(&hello).filter(|_| status == Status::Welcome);
         let half = match decoded.as_ref().map(|hello| hello.carrier) {

@@ -112,7 +112,7 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     assert_eq!(hear(), (3, b"why".to_vec()));
 }
 
-/// Adds an address that nobody answers at to the card of rank 0.
+/// Adds an address without an answer to the card of rank 0.
 struct Misled(MemoryRendezvous, SocketAddr);
 
 impl Rendezvous for Misled {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Link halves over one or several TCP connections: a private ring each way, pumped by whoever polls either half.
+//! Link halves over one or several TCP connections: a private ring each way, pumped by a poll of either half.
 //!
 //! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each connection straight to
 //! where its blocks belong in the ring, so that nothing is copied to put it in order. What crosses a connection is sealed
@@ -93,7 +93,7 @@ impl Connection {
         moved
     }
 
-    /// Somebody on the way meddled with a connection: the peer is lost, for nothing on any of them can be relied on.
+    /// A connection's bytes were changed on the way: the peer is lost, because none of its connections can be trusted.
     fn tampered(&self, number: usize, what: &str) -> String {
         let address = self.sockets.get(number).map_or(String::new(), addresses::of_peer);
         let channel = self.channel;

@@ -73,7 +73,7 @@ impl Sending {
             let mut bytes = [0; HEADER + TAG];
             bytes[..HEADER].copy_from_slice(&header.0);
             bytes[HEADER..].copy_from_slice(&tag);
-            // Who does not hear it sees the end of the connection.
+            // A peer that does not get it sees the end of the connection.
             let _ = send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         }
     }

@@ -86,7 +86,7 @@ pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
     straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
 }
 
-/// Returns whether the run is one of a function or a script, not of an estimator: nobody measures its steps.
+/// Returns whether the run is one of a function or a script, not of an estimator: its steps are not measured.
 fn is_plain(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }

@@ -92,7 +92,7 @@ fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result
     let (traces, operations) = read(traces, broken)?;
     let hosts: Vec<(u32, &str)> = traces.iter().map(|trace| (trace.rank, &*trace.host)).collect();
     let clocks = Clocks::measure(&hosts, &operations);
-    // Before this, some rank's part in operations was given up: nobody knows who was late.
+    // Before this, some rank's part in operations was dropped, so the late rank is unknown.
     let cut = traces.iter().filter(|trace| trace.since > 0);
     let known = cut.map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).max();
     let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN), traces.len());

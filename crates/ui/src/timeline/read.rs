@@ -131,7 +131,7 @@ impl Trace {
             if let (Some(name), Some(tensor)) = (&record.name, named(&record))
                 && name == "process_name"
             {
-                // A file that goes on where another ends names its tracks again.
+                // A file that continues another one names its tracks again.
                 tracks.entry(record.pid).or_insert_with(|| (tensor, Open::default()));
                 return Ok(true);
             }

@@ -4,9 +4,9 @@
 //! The receiving end of one connection: reads records to where their payload belongs in the ring, and opens them there.
 //!
 //! Small records come through a stage, so that one call reads several. Of a large record the kernel writes the
-//! payload to its place in the ring and what follows it to the stage. One for which the ring has no room is read and opened
-//! aside: whoever waits for a message may need its first part before the ring can hold all of it. Nobody sees a byte before
-//! its record has opened.
+//! payload to its place in the ring and what follows it to the stage. A record for which the ring has no room is read
+//! and opened aside: a reader may need the first part of a message before the ring can hold all of it. No byte is
+//! visible before its record has opened.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -62,7 +62,7 @@ pub(super) enum Step {
     Full,
     /// Nothing will follow.
     Ended(String),
-    /// Somebody on the way meddled with it.
+    /// Its bytes were changed on the way.
     Tampered(String),
 }
 

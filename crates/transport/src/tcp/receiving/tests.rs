@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records on a socket, in parts of any size, into rings of any room: what was sent is placed, and nothing else.
+//! Records on a socket, in parts of any size, into rings of any room: exactly the sent bytes are placed.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -118,7 +118,7 @@ proptest! {
         prop_assert!(expected);
     }
 
-    /// Nobody who does not hold the key makes it take memory or place anything.
+    /// A peer without the key cannot make it take memory or place anything.
     #[test]
     fn garbage_places_nothing(garbage in vec(any::<u8>(), 0..2000), parts in parts()) {
         let (placed, end) = read(&garbage, &parts, 4096);
