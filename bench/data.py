@@ -80,7 +80,7 @@ def batches(loader: ParquetLoader) -> int:
 
 
 def first_epoch(path: Path) -> int:
-    """An epoch of a loader that nobody has used before."""
+    """An epoch of an unused loader."""
     return batches(ParquetLoader(path, BATCH, framework="torch"))
 
 

@@ -65,7 +65,7 @@ while not (notes / "enough").exists():
     time.sleep(float(sys.argv[3]))
     optimizer.step()
     note.write(f"{time.monotonic()} {optimizer.steps} {hvd.size()}\\n")
-# Ranks see the file after different steps: whoever ends lets the others end.
+# Ranks see the file after different steps: the first that ends lets the others end.
 os._exit(0)
 """
 

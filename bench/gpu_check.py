@@ -10,7 +10,7 @@ no GPU it says so and ends with 0. Needs the package, torch with CUDA and one GP
 The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse` runs it on the CPU.
 """
 
-# ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded only by those who need it; one failed check must not end the others
+# ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded where it is needed; a failed check must not end the others
 from __future__ import annotations
 
 import argparse

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An estimator whose GPU takes a million rows a second: what the reader feeds it, next to rows that lie on the GPU.
 
-The model holds the GPU for three quarters of the time that a batch has at that rate, so whoever reaches it has kept the
-GPU waiting for less than the rest. On a CPU it holds nothing, which shows that the measurement works.
+The model holds the GPU for three quarters of the time that a batch has at that rate, so a reader with that rate keeps
+the GPU waiting for less than the rest of the time. On a CPU it holds nothing, which shows that the measurement works.
 """
 
 from __future__ import annotations

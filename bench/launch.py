@@ -64,8 +64,8 @@ def words(launcher: str, bed: Bed, workers: int) -> list[object]:
     program = [sys.executable, f"by_{launcher}.py"]
     if launcher == "farandole":
         return [sys.executable, "-m", "farandole", "run", "-np", workers, "-H", hosts, *program]
-    # It has to be told of more processes than cores: they would spin in each other's way. It forwards no variable by
-    # itself.
+    # `mpirun` needs an option for more processes than cores: otherwise they would spin in each other's way. It forwards
+    # no variable by itself.
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     flags += ["--mca", "btl", "self,vader,tcp"]
     flags += ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]

@@ -68,7 +68,8 @@ class Watch(threading.Thread):
 
 def session(scratch: str) -> Any:
     """A session with two executors of one core."""
-    # Executors of a local cluster work inside Spark's home, whatever they are told: one of links goes with the rest.
+    # Executors of a local cluster always work inside Spark's home, so it is a directory of links, which is deleted with
+    # the rest.
     import pyspark  # noqa: PLC0415 - as above
     from pyspark.sql import SparkSession  # noqa: PLC0415 - after the environment is set
 

@@ -216,7 +216,7 @@ def loop(batch: int, steps: int, mirrored: bool) -> float:
 
 
 def mirror(rank: int, size: int) -> None:
-    """Tells tf.distribute who is there: every rank finds a free port, all learn of all."""
+    """Configures tf.distribute: every rank finds a free port, and all ranks learn all ports."""
     import farandole.numpy as arrays  # noqa: PLC0415
 
     with socket.socket() as free:

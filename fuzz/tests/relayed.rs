@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody on the way between two ranks, who forwards handshakes and everything else but for one piece of it: no byte is
-//! accepted that was not sent.
+//! A relay between two ranks, which forwards handshakes and everything else except one piece: no byte is accepted
+//! that was not sent.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[expect(dead_code, reason = "tests of the crate use more of it")]

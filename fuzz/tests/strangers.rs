@@ -147,7 +147,7 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
                 bother(&mut TcpStream::connect(address).unwrap(), random, &words);
             }
         }
-        // New links form, old ones go on.
+        // New links form, old ones continue.
         if links.len() < 8 {
             channel += 1;
             let open = |mesh: &Mesh, peer| mesh.open(channel, &[Rank(peer)], 4096).unwrap().remove(0);

@@ -48,7 +48,7 @@ class Job:
         return 0, 0
 
     def progress(self, limit: float, what: str, size: int | None = None) -> None:
-        """Waits until steps go on, in a world of this size if one is given."""
+        """Waits until steps continue, in a world of this size if one is given."""
         before = self.steps()[0]
 
         def fits() -> bool:

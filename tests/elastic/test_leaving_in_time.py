@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A worker that is told of its end leaves at its next commit: the others go on, and it is no failure."""
+"""A worker with a notice of its end leaves at its next commit: the others continue, and it is no failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(tmp_path: Path) -> Train:
 
 
 def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
-    """Sees that one is gone, that the others went on from what they had, and that nobody calls it a failure."""
+    """Checks that one is gone, that the others continued with their state, and that no message calls it a failure."""
     pids = {one["pid"] for rank, one in enumerate(before) if rank != who}
     after = members(run, len(pids))
     assert {one["pid"] for one in after} == pids

@@ -40,7 +40,7 @@ def say(epoch, hvd):
     print(f"epoch {epoch} rank {hvd.rank()} size {hvd.size()} pid {os.getpid()}", flush=True)
 
 def goes_on(epoch, hvd, everywhere):
-    # In the middle it waits for the fault, and for those who replace the lost ones.
+    # In the middle it waits for the fault, and for the replacements of lost workers.
     grown = not DISTURBED or epoch < EPOCHS // 2 or everywhere(float(os.path.exists("whole")))
     if not grown:
         time.sleep(0.5)  # leaves the cores to those who import their frameworks; the file ends it

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""All processes of an elastic job are killed at once; new ones go on from the commit that is in the store."""
+"""All processes of an elastic job are killed at once; new ones continue from the commit in the store."""
 
 from __future__ import annotations
 

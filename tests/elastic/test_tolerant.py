@@ -34,7 +34,7 @@ def run(*flags: object, worker: str = str(WORKER), limit: float = 120.0, **plan:
 
 
 ALONE = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 600, 600)
-"""Nobody takes the place of those that are lost."""
+"""Lost workers are not replaced."""
 
 
 def expected(members: list[list[int]]) -> list[list[float]]:

@@ -113,7 +113,7 @@ class Job:
                 continue  # it is gone
 
     def until(self, what: Collection[str], ranks: Collection[int], timeout: float) -> dict[int, dict[str, Any]]:
-        """Waits until each of these ranks has told one of these things; returns who has."""
+        """Waits until each of these ranks has reported one of these events; returns the ranks."""
         deadline = time.monotonic() + timeout
         while True:
             told = {

@@ -56,9 +56,9 @@ class Fault:
 
     name: str
     kind: str
-    """The end of a rank, a break between ranks, ranks that disagree, or what nobody should notice."""
+    """The end of a rank, a break between ranks, ranks that disagree, or a fault without any effect."""
     inside: bool = False
-    """The rank does it to itself, when it is told."""
+    """The rank does it to itself, on request."""
     survivable: bool = False
     link: bool = False
     """It needs a connection between two ranks."""

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE: Final = 8.0
-"""Seconds after which a stranger who only waits has been turned away."""
+"""Seconds after which a silent stranger has been refused."""
 ROUNDS: Final = 20
 
 
 class Exploit:
-    """Leaves a trace where somebody unpickles it."""
+    """Leaves a trace when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -47,7 +47,8 @@ TOOLS = {
 """Programs, and the Debian packages that have them."""
 SEARCH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
-# A child that nobody waits for must not stay in the list of processes: the first process ignores that its children end.
+# A child without a waiting parent must not stay in the list of processes: the first process ignores the ends of its
+# children.
 HOLD = "trap '' CHLD; echo ready; exec cat"
 
 SSHD_CONFIG = f"""
@@ -409,7 +410,7 @@ class Host:
         return found
 
     def listening(self) -> list[tuple[str, int]]:
-        """Addresses and ports where somebody listens for TCP connections on this host."""
+        """Addresses and ports of TCP listeners on this host."""
         found = []
         for family in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.hold.pid}/net/{family}").read_text().splitlines()[1:]:
@@ -425,7 +426,7 @@ class Host:
         return self.hold.holder.poll() is None
 
     def cut(self) -> None:
-        """Lets the switch drop everything from and to this host, as a broken cable far away would: no side is told."""
+        """Lets the switch drop everything from and to this host, as a broken distant cable would: no side notices."""
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
     def part(self) -> None:
@@ -498,7 +499,7 @@ class Bed:
         return checked([*self.switch.inside("--net"), *words])
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Writes the same file on every host that is on, as somebody copies a program there."""
+        """Writes the same file on every host that is on, as a user copies a program there."""
         for host in self.hosts.values():
             if host.is_on:
                 host.write(path, text, mode)

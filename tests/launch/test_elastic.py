@@ -13,7 +13,7 @@ from tests.launch.bed import JOB, SEARCH, until
 
 pytestmark = pytest.mark.slow
 
-# Ranks train until one of them finds the file `enough`. Each says in every world who and where it is.
+# Ranks train until one of them finds the file `enough`. Each prints its rank and its host in every world.
 TRAIN = """
 import os, socket, sys, time
 import numpy as np

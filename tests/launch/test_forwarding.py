@@ -117,7 +117,7 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
         watcher.join()
     environments = [word["env"] for word in told(running.out.read_text())]
     assert [env["WANDB_API_KEY"] for env in environments] == [SECRET] * 5
-    # The ticket opens the job to whom has it, and so does everything long that it is made of.
+    # The ticket gives access to the job, and so does each of its long parts.
     tickets = {env["FARANDOLE_JOB"] for env in environments}
     parts = {part for ticket in tickets for part in re.split(r"[^A-Za-z0-9+/=_-]", ticket) if len(part) >= 20}
     assert parts, tickets

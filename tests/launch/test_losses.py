@@ -48,7 +48,7 @@ def find(bed, host, *words):
 def until_only_sshd(bed, *cut):
     """Waits until nothing of the job is left, while the hosts are still cut.
 
-    What sshd keeps for a connection that nobody has closed is its own affair: it ends when TCP gives the connection up.
+    Processes of sshd for an unclosed connection are ignored: they end when TCP gives the connection up.
     """
 
     def left():
@@ -129,7 +129,7 @@ def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
 
 @pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0), (60.0, 90.0)])
 def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(hosts, seconds, peer_timeout):
-    """A laptop that sleeps: nobody answers there. The ranks, whose links live, work on meanwhile."""
+    """A laptop that sleeps does not answer. The ranks, whose links live, work on meanwhile."""
     bed = hosts("h1", "h2")
     running = busy(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
     bed["head"].cut()

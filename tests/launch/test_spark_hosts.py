@@ -160,7 +160,7 @@ def test_driver_and_ranks_listen_on_the_address_and_the_ports_that_they_are_told
     bed = hosts("h1", "h2")
     driver = cluster(bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859")
     for host in bed.hosts.values():
-        # Spark's own JVMs listen as Spark is told to.
+        # Spark's own JVMs listen as Spark is configured.
         ours = [process for process in host.processes() if "java" not in process.argv[0]]
         found = {(readable(address), port) for process in ours for address, port in listening(process.pid)}
         reachable = {(address, port) for address, port in found if address != "127.0.0.1"}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tests.launcher.conftest import Launch
 
-# Ranks train until one of them finds the file `enough`. Each says in every world who it is.
+# Ranks train until one of them finds the file `enough`. Each prints its rank in every world.
 TRAIN = """
 import os, sys, time
 import numpy as np
@@ -105,5 +105,5 @@ class Hosts:
 
 
 def worlds(run: Launch) -> list[str]:
-    """Every line in which a rank said who it is."""
+    """Every line in which a worker printed its rank."""
     return [line for line in run.lines() if ":world " in line]

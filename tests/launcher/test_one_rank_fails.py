@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A script that fails on one rank: the others do not wait for it, and everybody is told why."""
+"""A script that fails on one rank: the others do not wait for it, and all get the reason."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def asynchronous_operations_and_groups_complete_in_any_order():
     written = hvd.grouped_allreduce_(arrays, op=hvd.Max)
     assert all(result is array for result, array in zip(written, arrays, strict=True))
     assert all((array == size - 1).all() for array in arrays)
-    # What nobody waits for is kept until the engine is done with it.
+    # Memory without a waiter is kept until the engine is done with it.
     hvd.allreduce_async(np.ones(1 << 20), name="dropped")
     hvd.barrier()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compressors to 16 bits round partial sums between hosts, unless they are told not to."""
+"""Compressors to 16 bits round partial sums between hosts, unless configured otherwise."""
 
 from __future__ import annotations
 

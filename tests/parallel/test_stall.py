@@ -35,7 +35,7 @@ def await_text(path, text, seconds=20.0):
 
 
 def lingering_in_a_function(path):
-    # A slow start may be reported first; this rank goes on when its own absence was.
+    # A slow start may be reported first; this rank continues after its own absence was reported.
     await_text(path.format(rank=0), "in lingering_in_a_function")
 
 
@@ -75,7 +75,7 @@ def late_and_unheard(seconds):
     late = hvd.rank() == 1
     time.sleep(seconds * late)
     total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="late").tolist()
-    # Once more while nobody waits, and the engine's own thread is the one that says it.
+    # Once more without a waiter, so that the engine's own thread reports it.
     time.sleep(seconds * late)
     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="later")
     time.sleep(seconds * (not late))
@@ -150,7 +150,7 @@ APART = {
 
 
 def two_ways(path, first, second):
-    """Rank 0 goes one way, the others go another; what they are told and when."""
+    """Rank 0 submits one operation, the others another; returns their errors and times."""
     redirect(path)
     pair = add_process_set([0, 1])
     hvd.barrier()

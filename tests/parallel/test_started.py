@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Processes that somebody else's starter has started, by the variables that it sets: they meet, or they fail."""
+"""Processes of a foreign starter, with the variables that it sets: they meet, or they fail."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def tapes_may_be_wrapped_while_they_record():
             close(distributed.gradient(loss, weight), [3.0, 3.0], "after it was taken up again")
         with pytest.raises(RuntimeError, match="only be used to compute one set"):
             tape.gradient(loss, weight)
-    # Before it records; and by two, of which each reduces as it was told.
+    # Before it records; and by two, each of which reduces with its own settings.
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         loss = tf.reduce_sum(weight * factor)
     close(tape.gradient(loss, weight), [1.5, 1.5], "wrapped before")

@@ -3,7 +3,7 @@
 """Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host memory.
 
 Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of the fake's, whose
-work is late. So whoever does not wait for a stream reads what was there before.
+work is late. So code that does not wait for a stream reads the old values.
 """
 
 import ctypes
@@ -535,7 +535,7 @@ def survive(victim, forming, share):
         gpu.library.fake_wait(gpu.stream)
         hvd.allreduce(torch.ones(10), name="later")
     except hvd.HorovodInternalError as error:
-        # What waited on the GPU was ended: its stream goes on.
+        # Waits on the GPU were ended: its stream continues.
         gpu.library.fake_wait(gpu.stream)
         return time.monotonic() - began, str(error)
     return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run goes on."""
+"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run continues."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     section = (DOCS / "troubleshooting.md").read_text().split("## By symptom")[0]
     messages = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
     files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("python/farandole/**/*.py")]
-    # A literal may go on in the next line, after a backslash.
+    # A literal may continue in the next line, after a backslash.
     sources = "\n".join(re.sub(r"\\\n\s*", "", file.read_text()) for file in files)
     sources = re.sub(r"\{[^{}\n]*\}", "...", sources)
     missing = [message for message in messages if message not in sources]
@@ -165,7 +165,7 @@ def test_the_reference_names_every_module_that_states_public_names():
 
 
 def test_no_page_installs_farandole_from_an_index_which_has_no_release():
-    # The messages of the troubleshooting page are read by someone who has installed the wheel: pip keeps it.
+    # A reader of the messages on the troubleshooting page has installed the wheel: pip keeps it.
     installed = {("docs/start/index.md", "pip install 'farandole[jax]'")}
     lines = {
         (str(page.relative_to(ROOT)), line)

@@ -47,7 +47,7 @@ DEEP = {
 
 @pytest.fixture(autouse=True)
 def _convention(monkeypatch):
-    """The drop-in leaves a convention that somebody chose; what it chooses would hold for the tests that follow."""
+    """The drop-in leaves a convention that the user chose; its own choice would hold for later tests."""
     monkeypatch.setenv("FARANDOLE_GRADIENT_CONVENTION", "farandole")
 
 

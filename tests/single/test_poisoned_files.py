@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Files in a store that hold code: none of it runs where nobody has allowed it."""
+"""Files in a store that hold code: none of it runs without consent."""
 
 from __future__ import annotations
 

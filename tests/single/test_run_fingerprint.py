@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run goes on with the data, model and parameters that it was begun with, and says what differs."""
+"""A run continues with the data, model and parameters that it was begun with, and reports differences."""
 
 from __future__ import annotations
 

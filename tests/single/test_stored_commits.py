@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Commits that also go to a store: a job that starts anew goes on from the last one that was written."""
+"""Commits that also go to a store: a new start of the job continues from the last one that was written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""torch's compiler in a training process: away while nobody needs it, whole as soon as somebody does."""
+"""The compiler of torch in a training process: absent until it is needed, and then complete."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from farandole.torch.distributed import _tensors
 
 @pytest.fixture
 def seen(monkeypatch):
-    """A rank of four on a host with four GPUs; what torch is told when CUDA is used."""
+    """A rank of four on a host with four GPUs; returns the device that torch gets when CUDA is used."""
     queued = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

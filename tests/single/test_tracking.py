@@ -24,7 +24,7 @@ def epoch(number, loss):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """The library; `told` has what it was told."""
+    """The library; `told` has the calls to it."""
     told = []
     fake = types.ModuleType("wandb")
     run = types.SimpleNamespace(

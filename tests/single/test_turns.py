@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""RD-T1 and RD-T2: whoever comes and goes in whichever step, each row of each epoch counts once."""
+"""RD-T1 and RD-T2: each row of each epoch counts once, whichever ranks join and leave in any step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class World:
         return True
 
     def count(self) -> None:
-        """The step is finished: what everybody has in hand is in its sum."""
+        """The step is finished: the rows of all ranks are in its sum."""
         for books in self.ranks:
             for piece in books.hand:
                 self.counted.update(rows_of(books, piece))

@@ -129,7 +129,7 @@ class Pids:
 
 
 def alive(pid: int) -> bool:
-    """Returns whether a process runs; the remains of one that nobody has waited for do not count."""
+    """Returns whether a process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -110,7 +110,7 @@ def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[
 
 
 def home(directory: Path) -> Path:
-    """Spark's home as a folder of links: executors of a local cluster work inside it, whatever they are told."""
+    """Spark's home as a folder of links, because executors of a local cluster always work inside it."""
     made = directory / "spark-home"
     made.mkdir(exist_ok=True)
     for entry in HOME.iterdir():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others go on."""
+"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others continue."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Addresses and ports of a job: what is offered, what is listened on, and what is said when nobody gets through."""
+"""Addresses and ports of a job: those that are offered, those that listen, and the error if no worker can connect."""
 
 from __future__ import annotations
 

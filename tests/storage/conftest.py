@@ -43,7 +43,7 @@ def service(command, **options):
 
 
 def free_port():
-    """A port nobody listens on, for services that cannot choose one; another process may take it, then they fail."""
+    """A free port, for services that cannot choose one; if another process takes it, they fail."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 

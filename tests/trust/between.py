@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Two hosts whose network is somebody else's: every connection between them ends at a relay, which does harm.
+"""Two hosts with a hostile network: every connection between them ends at a relay, which does harm.
 
 The hosts are network namespaces, each joined to a namespace of the relay's that has the other host's address. The relay
 accepts what rank 1 dials, dials rank 0 with rank 1's address, and forwards bytes; nothing tells it from the other host.

@@ -22,7 +22,7 @@ def resident():
 
 
 def tidy():
-    """Gives back what is not in use, whoever keeps it."""
+    """Returns all unused memory of all allocators."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -23,7 +23,7 @@ MARK = "a mark that no packet may hold"
 PATTERN = bytes.fromhex("40490fdb2df854413f8020c44048f5c3")
 """Four floats that no chance brings."""
 
-# Two ranks of two hosts, by what the hosts are told of themselves, so that links between them are TCP.
+# Two ranks with the names of two hosts, so that links between them are TCP.
 RANKS = f"""
 import sys
 import numpy as np

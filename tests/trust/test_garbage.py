@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Garbage for what Python reads of others: an error that says so, and what goes on goes on."""
+"""Garbage for everything that Python reads from others: an error that says so, and no effect on other work."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
                 with contextlib.suppress(OSError):
                     line.sendall(said[: draw.randrange(len(said))])
                     line.shutdown(socket.SHUT_WR)
-                    # The random part comes first; nothing else does for somebody without the key.
+                    # The random part comes first; a client without the key gets only this part.
                     assert len(line.makefile("rb").read()) <= 32
         else:
             told = altered(draw, draw.choice(requests))
@@ -311,7 +311,7 @@ def ask(place, draw, message, head=None, count=2):
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         line.connect(str(place))
-        # Somebody who hangs up with words unheard resets the connection.
+        # A client that closes with unread bytes resets the connection.
         if draw.random() < 0.8 and line.recv(1) != b"r":
             return b""
         socket.send_fds(line, [struct.pack("=I", len(message) if head is None else head)], [null] * count)

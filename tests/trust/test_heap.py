@@ -21,7 +21,7 @@ SECONDS = float(os.environ.get("FARANDOLE_SOAK_SECONDS", "5"))
 """Duration of the soak; `make test-trust` takes ten minutes."""
 
 SEEN_WITHIN = 10
-"""Samples, half a second each at least, within which what nobody uses has gone back."""
+"""Samples, half a second each at least, within which unused memory has gone back."""
 
 JOBS = {
     "torch": ("torch", LocalBackend, {"warm": False}),
@@ -60,7 +60,7 @@ def test_memory_stays_within_half_more_than_what_is_alive():
                 alive = base + lately
                 told = name, rank, at, alive // MIB, has // MIB, used // MIB
                 assert has <= 2 * alive, told
-                # What was freed just now stays for the seconds in which somebody may take it again.
+                # Memory that was freed just now stays for some seconds, in which it may be used again.
                 over = over + 1 if has > 1.5 * alive else 0
                 assert over < SEEN_WITHIN, told
 

@@ -101,7 +101,7 @@ def each_poisoned(folder, mark, read, poison):
             read(copy)
         assert not mark.exists(), name
         if name.startswith("runs/") and seals.MARKER not in name:
-            # Who can write there can take the marker away, too.
+            # A writer of that place can remove the marker, too.
             (copy / "runs" / "r" / seals.MARKER).unlink()
             with contextlib.suppress(Exception):
                 read(copy)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Somebody on the path between two hosts forwards handshakes and then does harm.
+"""A relay between two hosts forwards handshakes and then does harm.
 
 The ranks end with an error that names the connection, and no rank returns a sum that its peer did not send.
 `crates/transport/tests/relay` has the same for every offset; here is a whole job, with its real network.

@@ -51,7 +51,7 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
                                 }
                             }
                         };
-                        // A barrier tells those of the loss who had nothing to do with the link.
+                        // A barrier reports the loss to members that do not use the link.
                         let outcome = complete(&mut communicator, operation)
                             .and_then(|()| complete(&mut communicator, Operation::Barrier));
                         let again = communicator.submit(Token(9), Operation::Barrier);
@@ -93,14 +93,14 @@ fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
                         let input = elements(DataType::F16, 50_000, rank.index() as u64);
                         let tensor = Tensor::new(&input, true);
                         let mut outcome = Ok(());
-                        // Whoever has nothing to do with the link hears of it in the barrier.
+                        // Members that do not use the link learn of it in the barrier.
                         for _ in 0..3 {
                             let sum = allreduce(DataType::F16, op, std::slice::from_ref(&tensor));
                             outcome = outcome.and_then(|()| complete(&mut communicator, sum));
                         }
                         outcome.and_then(|()| complete(&mut communicator, Operation::Barrier))
                     });
-                    // Nobody sends much over a link that an algorithm has no use for.
+                    // No member sends much over a link that an algorithm does not use.
                     let cut = outcomes.iter().any(Result::is_err);
                     for (rank, outcome) in outcomes.iter().enumerate() {
                         let lost = matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));

@@ -137,7 +137,7 @@ fn hide(memory: &Memory) {
         .map(|(start, end)| (number(start), number(end)))
         .find(|(start, end)| (*start..*end).contains(&address))
         .unwrap();
-    // SAFETY: the mapping that holds the memory begins with two words that nobody writes any more.
+    // SAFETY: the mapping that holds the memory begins with two words that are not written any more.
     unsafe { memory.address().sub(address - start).cast::<[u64; 2]>().write_volatile([0; 2]) }
 }
 
@@ -228,7 +228,7 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
                     assert!(tensors.results() == expected[rank.index()]);
                 }
                 let memory = &tensors.memories[0];
-                // What was told to others is theirs no more, and as good as any other memory here.
+                // Announced memory is not shared any more, and is like any other memory here.
                 fill(memory, 0, &input[0]);
                 std::thread::yield_now();
                 assert!(outcome.is_ok() || contents(memory)[..input[0].len()] == input[0]);

@@ -290,13 +290,13 @@ fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
     assert_eq!((outcome.aborted, outcome.reason.as_deref()), (true, Some("changed my mind")));
 }
 
-/// Holds up the worker's reader until somebody takes the line.
+/// Holds up the worker's reader until the line is taken.
 struct Slow(Mutex<mpsc::SyncSender<String>>);
 
 impl Sink for Slow {
     fn accept(&self, record: Record) {
         if let Record::Log(line) = record {
-            // Nobody takes the rest once the test is over.
+            // The rest is not taken once the test is over.
             drop(self.0.lock().send(line.text));
         }
     }

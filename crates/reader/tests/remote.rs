@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Data behind a network: latency is hidden, nothing is read twice, and refusals are told.
+//! Data behind a network: latency is hidden, nothing is read twice, and refusals are reported.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;

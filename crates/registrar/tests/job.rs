@@ -249,7 +249,7 @@ fn strangers_who_fill_every_place_do_not_keep_an_agent_out() {
     drop((strangers, later));
 }
 
-/// RG-2 under a flood: strangers who connect without end, from where the agents are, too.
+/// RG-2 under a flood: strangers that connect without end, also from the agents' hosts.
 #[test]
 fn agents_are_served_while_strangers_flood_the_registrar() {
     const AGENTS: u32 = 10;

@@ -196,7 +196,7 @@ fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     drop((a, b, slow));
 }
 
-/// TR-2 under a flood: strangers who connect without end, all from where the peer is, too.
+/// TR-2 under a flood: strangers that connect without end, all from the peer's host.
 #[test]
 fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
     const CHANNELS: u32 = 20;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody who speaks gRPC, but says anything.
+//! A client that speaks gRPC, but sends anything.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

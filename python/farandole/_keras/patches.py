@@ -70,7 +70,7 @@ def _keep_from_xla() -> None:
         if chosen and concerns(model):
             from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
 
-            # A split step is for who asks for it.
+            # A split step is for callers that ask for it.
             return _xla.problem() is None
         return chosen
 

@@ -373,7 +373,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         while True:
             try:
                 state._from_store()  # noqa: SLF001 - its own module's
-                # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
+                # Always, also if hosts only left: if new workers joined as well, they would wait for workers that skip
+                # this.
                 state.sync()
                 state._synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)

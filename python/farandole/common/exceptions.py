@@ -52,7 +52,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts has changed: training continues from here in a new world.
 
     Attributes:
-        skip_sync: Whether ranks were only removed, so that the state of those who stay needs no synchronization.
+        skip_sync: Whether ranks were only removed, so that the state of the others needs no synchronization.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -80,7 +80,7 @@ def heed() -> dict[int, Any]:
         nonlocal noticed
         del frame
         if noticed:
-            # The second one, while the registrar was told of the first.
+            # The second one, while the first is being reported to the registrar.
             give_back()
             signal.raise_signal(number)
             return

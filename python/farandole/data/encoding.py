@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from farandole.data.splits import Sides
 
 SIDE = "__validation"
-"""Column by which the native writer is told the side of each row."""
+"""Column that gives the native writer the side of each row."""
 MISSING = 0
 """Index of a missing value in a column of categories."""
 UNSEEN = 1

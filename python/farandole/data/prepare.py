@@ -318,7 +318,7 @@ def prepare(
         store: Where to.
         roles: The columns.
         spec: What `spec_of` said, and more.
-        kind: Who asks: it decides how long the data is kept, see `places`.
+        kind: The caller, which decides how long the data is kept, see `places`.
         wish: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.

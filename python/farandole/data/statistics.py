@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FILE = "_statistics.json"
 _BINS = 10
 _CELLS = 4096
-"""Numbers of a column that are told apart: about three digits."""
+"""Number of distinct buckets of a column: about three digits."""
 _MOST_VALUES = 65536
 _SHOWN = 100
 """Values of a column of strings that are kept, the most frequent ones."""

@@ -6,7 +6,7 @@ The smallest number of workers has a placement group, so Ray reserves resources 
 do not fit at once, one waits. Further workers are placed one by one.
 
 If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add nodes. The worker
-joins when its actor runs. The registrar decides who is in the world, and when the job is done.
+joins when its actor runs. The registrar decides which workers are in the world, and when the job is done.
 """
 
 from __future__ import annotations

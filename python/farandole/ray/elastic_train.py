@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An elastic job under Ray Train, in the process of Ray's controller.
 
-Ray starts the workers and replaces those that fail. The registrar decides who is in the world. This module gives each
-worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in `ray.train.report` for a
-worker that waits for them, or that has left.
+Ray starts the workers and replaces those that fail. The registrar decides which workers are in the world. This module
+gives each worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in
+`ray.train.report` for a worker that waits for them, or that has left.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Regime:
             )
 
     def _free(self) -> None:
-        """Lets workers go on that wait in a report for a rank that does not come."""
+        """Releases workers that wait in a report for a rank that does not come."""
         with self._lock:
             waits = self._roll.blocks_reports()
         if waits:

@@ -53,9 +53,9 @@ class Work:
         start_timeout: Seconds to wait for the other tasks.
         warm: How workers start warm, if they do.
         rejoin_after: Seconds after which an agent whose gang was broken up, because another was lost or started again,
-            registers once more; `None` where nobody starts a lost one again. At once in a gang of independent tasks, of
-            which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
-            old one: who is still there after that belongs to the new one.
+            registers once more; `None` if lost agents are not started again. At once in a gang of independent tasks, of
+            which Spark starts that one alone. Spark starts a barrier stage again as a whole, and ends the rest of the
+            old one: an agent that still runs after that belongs to the new one.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
     """
 

@@ -88,7 +88,7 @@ class Output:
         stdout: Stream for the workers' stdout; `None` leaves it where the workers run.
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
-        verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
+        verbose: 0 says nothing, 1 says what the user waits for, 2 also says the place of each rank.
         written: Streams with lines that may not have been shown yet.
         files: Where each rank's lines go besides.
     """

@@ -95,7 +95,7 @@ def record(
         who: Its task, and its rank where it has one.
         kind: What the record is.
         data: What it holds.
-        watcher: Is told of the worker, and of its progress.
+        watcher: Receives the worker's events and progress.
         on_progress: Called with (rank, record) for progress.
     """
     task, rank = who

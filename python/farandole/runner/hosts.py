@@ -165,7 +165,7 @@ class HostsAgents(Agents):
         """Returns how each task ended.
 
         Raises:
-            FarandoleJobError: Hosts could not be used; all of them are told.
+            FarandoleJobError: Hosts could not be used; the message names all of them.
         """
         self._hear()
         if self._unusable:

@@ -57,7 +57,7 @@ class Slots:
             Seconds that the job has waited.
 
         Raises:
-            TimeoutError: The slots did not become free in time; the message says who holds them.
+            TimeoutError: The slots did not become free in time; the message names their holders.
         """
         job, news_at, began = object(), 0.0, time.monotonic()
         with self._changed:

@@ -44,7 +44,7 @@ _SOCKET_PATH: Final = 100
 _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )
-# A server has one thread, whatever its workers are told: they set their own number.
+# A server has one thread. Workers set their own number of threads.
 _ALONE: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 

@@ -125,8 +125,7 @@ def _flush() -> None:
 def _leave(status: int) -> NoReturn:
     """Ends the process as the interpreter would, but does not take apart what is loaded: with torch that takes seconds.
 
-    Pools of threads are told to end, threads that are no daemons waited for, and exit functions run, in the
-    interpreter's order.
+    In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit functions run.
     """
     threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
     atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs

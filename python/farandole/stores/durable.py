@@ -144,7 +144,7 @@ def synchronize(directory: Path, disk: Disk = _DISK) -> None:
 
 
 def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """A checkpoint, if it is there and whole; a damaged one is told of.
+    """A checkpoint, if it exists and is whole; a damaged one causes a warning.
 
     Args:
         store: directory of the run.

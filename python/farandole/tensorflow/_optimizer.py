@@ -90,7 +90,7 @@ class _DistributedOptimizer(_Wrapped):
 class _AdasumOptimizer(_Wrapped):
     """Takes each rank's own step, then adds the Adasum of the steps to where all started.
 
-    Steps are dense, and nobody's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
+    Steps are dense, and no rank's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
     """
 
     def __init__(

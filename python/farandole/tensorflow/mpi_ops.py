@@ -170,8 +170,8 @@ def grouped_reduce(
 def _as_one(here: Any, results: Any) -> list[Any]:
     """Results of an op of a graph, which come all at once, as those of one that does nothing.
 
-    What an asynchronous op's results wake goes to TensorFlow's threads task by task; what a plain op's wake goes on
-    where that ran. With many small gradients that is half of what their reduction costs a step.
+    Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a plain op continue on
+    its thread. With many small gradients that is half of what their reduction costs a step.
     """
     if tf.executing_eagerly() or here is not ops or _library.library is None:
         return list(results)

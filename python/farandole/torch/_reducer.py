@@ -122,7 +122,7 @@ class GradientReducer:
             raise failure
 
     def _agree(self) -> None:
-        """Ranks tell each other which gradients are sparse: who has none must take part likewise.
+        """Ranks tell each other which gradients are sparse: a rank without a gradient must take part likewise.
 
         Once a world, and again while some parameter has had no gradient on any rank, or has come new. And after every
         join: a rank that ran out of data before its first step has not heard what the others agreed on.

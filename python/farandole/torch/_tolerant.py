@@ -179,7 +179,7 @@ class TolerantReducer(GradientReducer):
 
 
 class Tolerance:
-    """Brings one rank from world to world, with the state of those who have most.
+    """Brings one rank from world to world, with the state of the ranks that have most steps.
 
     Args:
         optimizer: Its parameters and its state are sent to new ranks.
@@ -339,7 +339,7 @@ class Tolerance:
         return allgather(own, name="tolerant.status").tolist()
 
     def _deal(self, finishes: bool) -> None:
-        """Agrees on who reads what, when all ranks have the same state.
+        """Agrees on the rows of each rank, once all ranks have the same state.
 
         Args:
             finishes: Whether this rank finishes a step if the agreement does not fail.
@@ -366,7 +366,7 @@ class Tolerance:
             )
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
-        # When training begins, nobody has anything, and all take what rank 0 begins with.
+        # When training begins, no rank has a state, and all take that of rank 0.
         senders = [rank for steps, rank in whole if steps == most] or [0]
         takers = [rank for rank in range(len(told)) if rank not in senders]
         require_same_model(self._model(), senders[0], takers)

@@ -18,7 +18,7 @@ use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlac
 /// Longest time for actions that should take milliseconds.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
-/// Sleeps on a parker. Links over loopback wake nobody: there every sleep is short.
+/// Sleeps on a parker. Links over loopback wake no thread: there every sleep is short.
 struct Host {
     parker: Parker,
     unparker: Unparker,

@@ -27,7 +27,7 @@ struct Loops {
     allowed: bool,
     /// Whether the first member finds no name.
     nameless: bool,
-    /// Whether members find out while forming that nobody may.
+    /// Whether members find out while forming that no communicator is possible.
     refused: bool,
     /// Number of times that a name was requested.
     names: AtomicUsize,
@@ -120,13 +120,13 @@ struct Kept(Memory);
 
 impl Room for Kept {
     fn buffer(&self) -> Buffer {
-        // SAFETY: whoever uses it keeps this.
+        // SAFETY: its users keep this.
         unsafe { Buffer::from_raw(self.0.address(), self.0.len(), Place::Device(0)) }
     }
 
     fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, _: Stream) -> Result<()> {
         assert!(to.len() == self.0.len() && reached.is_none());
-        // SAFETY: both have so many bytes, which nobody else touches.
+        // SAFETY: both have so many bytes, which no other code touches.
         unsafe { std::ptr::copy(self.0.address(), to.address(), to.len()) };
         Ok(())
     }
@@ -288,7 +288,7 @@ fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_ho
     assert_eq!(*notes.0.lock(), ["2 ranks, told by 0", "0 was refused"], "only the first rank says it");
 }
 
-/// Returns a result for which nobody has brought memory.
+/// Returns a result without memory of the caller.
 fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
     assert!(result.output.is_none(), "it is on the device");
     let room = result.room.unwrap();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody on the way between rank 1, which dials, and rank 0: forwards handshakes, and then does harm.
+//! A relay between rank 1, which dials, and rank 0: it forwards handshakes, and then does harm.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};

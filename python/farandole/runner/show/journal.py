@@ -52,13 +52,13 @@ _LOG = logging.getLogger("farandole")
 
 
 class Journal(Told):
-    """Writes what a fit's driver is told of it.
+    """Writes the events and values that a fit's driver receives.
 
     Args:
         remote: The run's paths.
         facts: What is known of the run from its start.
         clock: In seconds.
-        output: Directory for what ranks print; `None` if somebody else writes it, or it is not of this host.
+        output: Directory for the output of ranks; `None` if another process writes it, or if it is not on this host.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Training(Watcher):
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        others: What else is told.
+        others: Other receivers.
     """
 
     def __init__(
@@ -291,14 +291,14 @@ def telling(
 ) -> Iterator[Training]:
     """Tells the plugin and others of what runs inside.
 
-    Inside of a run that is in progress in this context already, that run is told of it.
+    Inside a run that is in progress in this context already, that run receives the events.
 
     Args:
         shim: The plugin; `None` where there is none.
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        *others: What else is told.
+        *others: Other receivers.
     """
     outer = _CURRENT.get()
     if outer is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farandole.runner.show.told import Told
 
 HERE: Final = "farandole-runs"
-"""The store where nobody names one: a directory of the current one."""
+"""The store if none is named: a directory in the current one."""
 
 
 class _Journal(Journal):
@@ -73,7 +73,7 @@ def watched(
         function: What runs, or its name.
         size: Number of processes; `None` until the ranks have places.
         what: The function that runs it.
-        shim: The Spark plugin, which is told of it, too.
+        shim: The Spark plugin, which receives the same events.
 
     Yields:
         The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
@@ -155,7 +155,7 @@ class Watch:
 
         Args:
             reason: Why it failed; `None` if it did not.
-            interrupted: Whether somebody ended it.
+            interrupted: Whether the user ended it.
         """
         error = KeyboardInterrupt() if interrupted else FarandoleJobError(reason) if reason is not None else None
         with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):

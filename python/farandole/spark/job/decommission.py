@@ -27,7 +27,7 @@ _ANCESTORS = 6
 
 
 def told(work: Work) -> Work:
-    """The same work, whose worker is told its executor, where that can be found out."""
+    """The same work, whose worker gets its executor's id, if it can be found out."""
     executor = own_executor()
     return work if executor is None else replace(work, env={**work.env, VARIABLE: executor})
 

@@ -57,7 +57,7 @@ class Cluster:
             raise ModuleNotFoundError(
                 "pyspark is not installed; install it with: pip install 'farandole[spark]'", name="pyspark"
             ) from error
-        # Connect first: pyspark's classic module answers for it only when it was told to be remote.
+        # Connect first: pyspark's classic module handles it only if it was configured to be remote.
         session = _connected() or SparkSession.getActiveSession() or _of_context()
         if session is None:
             raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type

@@ -169,7 +169,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return parts_of(self.getModel(), self.getOptimizer(), self.getLoss())
 
     def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
-        """The run's description, a copy of the model that nobody else holds, its outputs' rows, and a fingerprint."""
+        """The run's description, an own copy of the model, its outputs' rows, and a fingerprint."""
         check_padded(prepared.ragged)
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept

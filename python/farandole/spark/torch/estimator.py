@@ -159,7 +159,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
     ) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
-        """The run's description, a copy of the user's objects that nobody else holds, its losses, and some rows."""
+        """The run's description, an own copy of the user's objects, its losses, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
         columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))

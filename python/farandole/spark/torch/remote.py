@@ -90,7 +90,7 @@ class _Trainer:
         self.halt = Halt(job.store)
         self.has_entered = False
         self.told_epoch: int | None = None
-        """The epoch whose beginning callbacks have been told of."""
+        """The epoch whose beginning was passed to callbacks."""
 
     def run(self) -> Trained | None:
         with contextlib.closing(self.halt):

@@ -74,7 +74,7 @@ class MeetingServer:
     Args:
         dispatchers: How many there will be.
         workers_per_dispatcher: How many workers each will have.
-        key: Proves who belongs here; a new one by default.
+        key: Proves membership; a new one by default.
     """
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None) -> None:

@@ -80,7 +80,7 @@ class TfDataServiceConfig:
         workers_per_dispatcher: How many.
         dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when trainers' do.
         addresses: Where the service may be asked, as host and port.
-        key: Proves who belongs to it: keep it secret.
+        key: Proves membership: keep it secret.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
@@ -239,7 +239,7 @@ _jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
     """Name of a pass that trainers share, the same on all of them: one for every dataset, and way to share it.
 
-    tf.data's service asks for a name, and gives who comes with one that it knows what it was first given for.
+    tf.data's service asks for a name. A later caller with a known name gets the job of the first caller.
     """
     shared = _jobs.setdefault(key, [])
     mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))

@@ -28,7 +28,7 @@ class Waiting:
     Args:
         wait: Waits for it and returns its result.
         future: Returns a future that completes with the operation, if possible.
-        result: The result, for those who waited for the future.
+        result: The result, for the waiters of the future.
     """
 
     def __init__(

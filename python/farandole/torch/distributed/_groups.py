@@ -43,7 +43,7 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
         The set of `ranks`.
 
     Raises:
-        ValueError: When ranks disagree about who is in which set.
+        ValueError: If ranks disagree about the members of the sets.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     wishes: list[list[int] | None] = allgather_plain(ranks, "distributed.group")

@@ -112,11 +112,11 @@ class ReconfigurableBackend(FarandoleBackend):
     """A group that has no world before its first `reconfigure`, and another one after each.
 
     Args:
-        rank: As torch was told.
-        size: As torch was told.
+        rank: As given to torch.
+        size: As given to torch.
         name: Keeps the names of this group's operations apart.
         store: Carries tickets; every member reaches it, whatever the world.
-        timeout: How long `reconfigure` waits for the other members, unless it is told.
+        timeout: Limit of `reconfigure` for the wait for other members, unless the call gives one.
     """
 
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta) -> None:
@@ -130,11 +130,11 @@ class ReconfigurableBackend(FarandoleBackend):
         self._change = threading.Lock()
 
     def rank(self) -> int:
-        """This process's rank in the present world; before the first one, as torch was told."""
+        """This process's rank in the present world; before the first one, the one given to torch."""
         return self._rank
 
     def size(self) -> int:
-        """The size of the present world; before the first one, as torch was told."""
+        """The size of the present world; before the first one, the one given to torch."""
         return self._size
 
     @property
@@ -172,7 +172,7 @@ class ReconfigurableBackend(FarandoleBackend):
                 ticket = meeting.hold()
             else:
                 ticket = meeting.ticket()
-            # Those who are in one world leave it together: each waits a moment for the others to say so.
+            # The members of one world leave it together: each waits a moment for the others' announcement.
             self._leave()
             basics.take_place(ticket, rank)
             with _start_timeout(deadline - time.monotonic()):
@@ -211,7 +211,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def __init__(self, backend: ReconfigurableBackend) -> None:
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
-        # A group that is bound to a device is one torch splits others from, which tells those who are no members.
+        # If a group is bound to a device, torch splits other groups from it, and calls the processes that are no
+        # members, too.
         self.bound_device_id = torch.device("cpu", 0)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(kind)

@@ -24,7 +24,7 @@ table = HandleTable("distributed")
 
 _NO_LIMIT = timedelta(0)
 _watched: weakref.WeakKeyDictionary[Pending, tuple[str, float]] | None = None
-"""Names of operations and when they were started; `None` unless somebody wants to see them."""
+"""Names of operations and their start times; `None` unless requested."""
 
 
 class Pending:
@@ -46,7 +46,7 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has finished, whoever waits for it."""
+        """Whether the engine has finished, with or without a waiter."""
         try:
             return self.done or table.poll(self._handle)
         except ValueError:  # somebody has waited meanwhile
@@ -88,9 +88,9 @@ def _name(submission: tuple[Any, ...]) -> str:
 
 
 class Completer:
-    """Completes operations of one group in the background, for those who hold a future.
+    """Completes operations of one group in the background, for the holders of futures.
 
-    One per group: members of a group start its operations in one order, so waiting in this order blocks nobody.
+    One per group: members of a group start its operations in one order, so waiting in this order blocks no operation.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class FarandoleWork(Work):
     Args:
         pending: The operation.
         outputs: The tensors it writes, which a future holds.
-        completer: Completes it for those who ask for a future.
+        completer: Completes it for callers that ask for a future.
     """
 
     def __init__(self, pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> None:

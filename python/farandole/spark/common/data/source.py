@@ -197,7 +197,7 @@ class Source:
         self._begun = place
 
     def steps_until_end(self) -> int:
-        """Steps of an epoch of one pass, those before the place where this one goes on included."""
+        """Steps of an epoch of one pass, including those before the place where this one continues."""
         whole = self._size * self._batch_size
         return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
 
@@ -226,7 +226,7 @@ class Source:
 
         Args:
             number: of the epoch, which gives its order.
-            steps: how many batches, those before the place where it goes on included.
+            steps: number of batches, including those before the place where it continues.
         """
         current, step, row = self._first_pass(number, steps), self._begun.steps, self._begun.row
         while step < steps and self.total:
@@ -245,7 +245,7 @@ class Source:
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
     def _until(self, steps: int) -> int:
-        """Rows of all processes in the steps from the place where the epoch goes on up to `steps`."""
+        """Rows of all processes in the steps from the place where the epoch continues up to `steps`."""
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         done, first = steps - self._begun.steps, -(-left // whole)
         if done <= first:

@@ -150,7 +150,7 @@ def _array(value: Any) -> str:
 class _Telling:
     """Values as JSON that is the same in every process.
 
-    Each function, class and object of a user's class is told once, and named by a number.
+    Each function, class and object of a user's class is written once, and then named by a number.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Telling:
         return of_class(value, go) if inspect.isclass(value) else _object(value, go, named=True)
 
     def _told(self, value: Any, depth: int, above: tuple[int, ...], *, named: bool) -> Any:
-        """A value; torch modules that code names, or that objects have, are told as a model is: without parameters."""
+        """A value; torch modules in code or objects are written as a model is: without parameters."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         tell = next((tell for kinds, tell in _PLAIN if isinstance(value, kinds)), None)
@@ -192,7 +192,7 @@ def _is_told_once(value: Any) -> bool:
 
 
 def _other(value: Any, go: Any, *, named: bool) -> Any:
-    """A value that has no entry in `_PLAIN`, and is told wherever it is found."""
+    """A value that has no entry in `_PLAIN`, and is written each time that it is found."""
     wrapper = of_wrapper(value, go)
     if wrapper is not None:
         return wrapper

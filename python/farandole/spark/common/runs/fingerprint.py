@@ -56,7 +56,7 @@ ELSEWHERE = frozenset(
 """The result does not depend on it, or only on the last digits.
 
 `num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here nevertheless, because a
-run must be able to go on with the processes that there are, as an elastic job does.
+run must be able to continue with the available processes, as an elastic job does.
 """
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""

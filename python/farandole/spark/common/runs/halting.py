@@ -95,7 +95,7 @@ class Stop:
         _thread.interrupt_main()
 
     def check(self) -> None:
-        """Called when something is heard of the workers.
+        """Called when a worker has sent something.
 
         Raises:
             RuntimeError: The fit is to end at once, and its thread gets no `KeyboardInterrupt`, like those of a search.

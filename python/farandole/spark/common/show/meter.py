@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The time of each part of a rank's step: for Spark's Training tab, the run viewer, and the rank's timeline.
 
-Nothing is measured where nobody wants to know.
+Nothing is measured unless requested.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Meter:
     `reducing` measure.
 
     Attributes:
-        on: Whether somebody wants to know the means.
+        on: Whether the means are requested.
         traced: Whether a timeline is written.
 
     Args:
-        on: Whether somebody wants to know; default: whether this worker's driver shows it.
+        on: Whether the means are requested; default: whether this worker's driver shows them.
         say: Gets what was measured.
         clock: In seconds.
         sees_data: Whether `batch_begins` is called when the rows of a step are there, and not before they are read.

@@ -137,7 +137,7 @@ class Moments(keras.callbacks.CallbackList):
 
     Args:
         callbacks: all of them, in order.
-        users: those that are told of each moment once; what they were told is kept in it.
+        users: callbacks that are called once for each moment; the moments are kept in it.
         offset: steps of the part's epoch that are done; of a part of several epochs 0.
         last: the epoch that training ends before.
         **more: as for Keras's own.

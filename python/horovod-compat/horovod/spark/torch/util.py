@@ -56,7 +56,7 @@ def serialize_fn() -> Callable[[Any], str | bytes]:
 
 
 def deserialize_fn() -> Callable[[str | bytes], Any]:
-    """A function that makes a model of such text; it runs code of whoever made that."""
+    """A function that makes a model of such text; it runs code of the text's author."""
 
     def deserialize(model_bytes_base64: str | bytes) -> Any:
         import torch  # noqa: PLC0415 - where it runs

@@ -23,5 +23,5 @@ def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
 
 
 def loads_base64(encoded: str | bytes) -> Any:
-    """The object; runs code of whoever made the text."""
+    """The object; runs code of the text's author."""
     return cloudpickle.loads(base64.b64decode(encoded))

@@ -29,7 +29,7 @@ def is_exportable(v: str) -> bool:
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Rank and size as the launcher has set them; `(0, 1)` in a process that nobody launched.
+    """Rank and size as the launcher has set them; `(0, 1)` in a process without a launcher.
 
     Raises:
         RuntimeError: One of two variables is there without the other.
