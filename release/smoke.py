@@ -115,7 +115,7 @@ ON_ONE_PYTHON = {"source", "torch-oldest", "torch-newest", "spark-oldest", "spar
 
 
 def pythons() -> dict[str, str]:
-    """The interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
+    """Returns the interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {}
     for version in VERSIONS:
@@ -133,7 +133,7 @@ def _is(version: str, python: str) -> bool:
 
 
 def tool(name: str) -> str:
-    """A program beside this interpreter."""
+    """Returns a program beside this interpreter."""
     return str(Path(sys.executable).parent / name)
 
 

@@ -56,7 +56,7 @@ class _Distributed:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new distributed optimizer of the same settings."""
+        """Returns a new distributed optimizer of the same settings."""
         return _wrapped(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
 
     def __reduce__(self) -> Any:
@@ -118,7 +118,7 @@ class _Scaling:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new one of the same settings."""
+        """Returns a new one of the same settings."""
         return _scaling(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
 
     def __reduce__(self) -> Any:
@@ -161,7 +161,7 @@ def local_variables(optimizer: Any, others: set[int]) -> set[int]:
 
 
 def distribute(optimizer: Any, settings: Settings) -> Any:
-    """A distributed optimizer with the state of the given one, which is not to be used any more.
+    """Returns a distributed optimizer with the state of the given one, which is not to be used any more.
 
     Args:
         optimizer: Keras's.
@@ -197,7 +197,7 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
 
 
 def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
-    """An instance of a subclass that looks like the optimizer's own class.
+    """Returns an instance of a subclass that looks like the optimizer's own class.
 
     It is made without __init__ and given the old one's state: variables, slots and schedules stay what they are.
     """

@@ -175,7 +175,7 @@ class _JaxReducer(_Reducer):
 
 
 def make_reducer(settings: Settings) -> Reducer:
-    """The reducer of the backend that Keras runs on.
+    """Returns the reducer of the backend that Keras runs on.
 
     Raises:
         ValueError: When arguments do not fit together, or there is none for the backend.

@@ -147,7 +147,7 @@ def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int
 
 
 def _place(comm: Communicator) -> tuple[str, int]:
-    """The ticket of the world that a communicator's processes form, and this one's rank in it."""
+    """Returns the ticket of the world that a communicator's processes form, and this one's rank in it."""
     if not comm:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
     rank = comm.Get_rank()
@@ -184,7 +184,7 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Number of processes.
+    """Returns number of processes.
 
     Raises:
         ValueError: Before `init`.
@@ -193,7 +193,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Number of this process among all, from 0.
+    """Returns number of this process among all, from 0.
 
     Raises:
         ValueError: Before `init`.
@@ -202,7 +202,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """Number of processes on this host.
+    """Returns number of processes on this host.
 
     Raises:
         ValueError: Before `init`.
@@ -211,7 +211,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Number of this process on its host, from 0, for example to choose a GPU.
+    """Returns number of this process on its host, from 0, for example to choose a GPU.
 
     Raises:
         ValueError: Before `init`.
@@ -220,7 +220,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with this local rank.
+    """Returns number of hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.
@@ -229,7 +229,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Number of this host among the hosts that have a process with this local rank.
+    """Returns number of this host among the hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.

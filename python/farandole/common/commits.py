@@ -105,7 +105,7 @@ class StoredCommits:
         return self._failure
 
     def resume(self) -> bytes | None:
-        """The commit to continue from; `None` where there is none.
+        """Returns the commit to continue from; `None` where there is none.
 
         Raises:
             ValueError: There are some, and none of them can be used.
@@ -114,7 +114,7 @@ class StoredCommits:
 
 
 def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
-    """A zip archive of arrays and plain values.
+    """Returns a zip archive of arrays and plain values.
 
     Args:
         arrays: NumPy's, or what it makes arrays of.
@@ -129,7 +129,7 @@ def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """The inverse of `pack`; runs no code.
+    """Inverts `pack`; runs no code.
 
     Args:
         data: What `pack` returned. Arrays of types that NumPy does not know come back as their bytes.

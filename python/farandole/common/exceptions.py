@@ -61,7 +61,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The message about a part that was built with another version than the installed one."""
+    """Returns the message about a part that was built with another version than the installed one."""
     return f"{name} was built with version {version}, but this is installed: {installed_version}"
 
 

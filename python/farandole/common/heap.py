@@ -60,12 +60,12 @@ class Heap:
         self._trim.argtypes = [ctypes.c_size_t]
 
     def used(self) -> int:
-        """Bytes that the program has and has not freed."""
+        """Returns bytes that the program has and has not freed."""
         info = self._info()
         return info.uordblks + info.hblkhd
 
     def resident(self) -> int:
-        """Bytes of memory that are no pages of files."""
+        """Returns bytes of memory that are no pages of files."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
@@ -87,7 +87,7 @@ class Watch:
         """Bytes that a trim could not return, because other allocators hold them."""
 
     def look(self, now: float) -> bool:
-        """One look, at this time in seconds; whether it trimmed."""
+        """Returns one look, at this time in seconds; whether it trimmed."""
         used = self._heap.used()
         self._looks.append((now, self._heap.resident() - used))
         while len(self._looks) > _LOOKS and self._looks[1][0] <= now - _SECONDS:

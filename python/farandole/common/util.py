@@ -44,17 +44,17 @@ def rounds_sums(compression: object) -> bool:
 
 
 def rounded(op: int, rounds: bool = True) -> int:
-    """The engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
+    """Returns the engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
     return _ROUNDED.get(op, op) if rounds else op
 
 
 def exact(number: int) -> int:
-    """The reduction that has this number in the engine, whether it rounds partial sums or not."""
+    """Returns the reduction that has this number in the engine, whether it rounds partial sums or not."""
     return next((op for op, theirs in _ROUNDED.items() if theirs == number), number)
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """The reduction that results from `op` and the deprecated `average`.
+    """Returns the reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given, or `op` is not on offer.
@@ -91,7 +91,7 @@ def is_iterable(x: object) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """A function that takes `op` and the deprecated `average`, and gives the reduction that they ask for together.
+    """Returns a function that takes `op` and the deprecated `average`, and returns the reduction for both.
 
     Args:
         reduce_ops: Not used: the numbers of reductions are this module's.

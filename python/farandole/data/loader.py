@@ -223,7 +223,7 @@ class ParquetLoader(BaseDataLoader):
         return self._reader.steps(self._next[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
+        """Returns the position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
 
         Taken after any batch, it makes another loader of the same data set continue with the row after it, also one of
         another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
@@ -276,7 +276,7 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows, left))
 
     def _nested(self) -> list[str]:
-        """Columns whose batches are nested: they have no rows that could be chosen."""
+        """Returns columns whose batches are nested: they have no rows that could be chosen."""
         return [name for name, one in self._ragged.items() if one.nested]
 
     def take_turns(self, books: Turns | None = None) -> Turns:
@@ -408,7 +408,7 @@ class ParquetLoader(BaseDataLoader):
                 batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
     def as_torch_dataset(self) -> Any:
-        """The loader as a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
+        """Returns a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
 
         In a `DataLoader` with workers, batches are as many and as large as without, and every row comes once; their
         rows are others, since every worker reads as if it were a rank. Every iteration is the next epoch, with workers
@@ -419,7 +419,7 @@ class ParquetLoader(BaseDataLoader):
         return TorchDataset(self)
 
     def as_tf_dataset(self) -> Any:
-        """The loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
+        """Returns the loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
         from farandole.data.tf_dataset import tf_dataset  # noqa: PLC0415 - optional
 
         return tf_dataset(self)
@@ -447,7 +447,7 @@ class ParquetLoader(BaseDataLoader):
 
 
 def _whole(name: str, value: Any, least: int = 0) -> int:
-    """An argument that counts something."""
+    """Returns an argument that counts something."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -458,7 +458,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _piece(told: Any) -> Piece:
-    """A piece of a state, checked."""
+    """Returns a piece of a state, checked."""
     piece = Piece(*told)
     least = Piece(0, 0, 0, 1, 1, 0, 1)
     piece = Piece(*(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True)))

@@ -138,7 +138,7 @@ class Image:
 
 
 def _of_bytes(image: Any) -> Any:
-    """An image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
+    """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
     import numpy as np  # noqa: PLC0415 - optional
     from PIL import Image as Pillow  # noqa: PLC0415
 
@@ -256,7 +256,7 @@ class Decode:
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
     def __call__(self, batch: Any) -> dict[str, Array]:
-        """The columns of a batch as arrays.
+        """Returns the columns of a batch as arrays.
 
         Args:
             batch: A `pyarrow.RecordBatch`, or a dict of arrays.

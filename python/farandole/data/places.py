@@ -217,7 +217,7 @@ def _complete(store: AbstractFilesystemStore, index: int, key: str, *, validates
 
 
 def _begun(url: str) -> str | None:
-    """The key of a preparation that has not ended."""
+    """Returns the key of a preparation that has not ended."""
     try:
         return str(json.loads(NativeStore(url).read(_PREPARATION))["key"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):

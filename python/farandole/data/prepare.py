@@ -88,7 +88,7 @@ class PreparedData:
             self.place.release()
 
     def __enter__(self) -> Self:
-        """The data itself."""
+        """Returns the data itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,7 +209,7 @@ def roles_of(
     weight: str | None,
     validation: float | str | None,
 ) -> Roles:
-    """The role of each column of a source.
+    """Returns the role of each column of a source.
 
     Raises:
         ValueError: A column is missing, or is two things; or a share that cannot be.
@@ -251,7 +251,7 @@ def spec_of(
 
 
 def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A split that gives both sides a row, where a share of few rows has left one without any.
+    """Returns a split that gives both sides a row, where a share of few rows has left one without any.
 
     The row with the least hash of all goes to validation, or the one with the largest to training: the same one however
     the rows are cut.
@@ -286,7 +286,7 @@ def texts(fill: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit]:
-    """The rows as they are written."""
+    """Returns the rows as they are written."""
     if encoding is None:
         return source.units(roles.selected)
 
@@ -366,7 +366,7 @@ def prepare(
 
 
 def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
-    """The content of a place's manifests."""
+    """Returns the content of a place's manifests."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
     encoding = encoding_at(place.train_url)
@@ -384,7 +384,7 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
 
 
 def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
-    """Columns as batches hold them.
+    """Returns columns as batches hold them.
 
     Args:
         stored: Name, element and shape of each.

@@ -51,7 +51,7 @@ class Pad:
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
 
     def known(self, dtype: str, longest: int) -> Ragged:
-        """The column, once its rows were looked at.
+        """Returns the column, once its rows were looked at.
 
         Args:
             dtype: of the values.
@@ -110,7 +110,7 @@ def is_nested(value: Any) -> bool:
 
 
 def lengths_of(name: str) -> str:
-    """The name under which the lengths of a nested column travel beside its values.
+    """Returns the name under which the lengths of a nested column travel beside its values.
 
     Args:
         name: of the column.
@@ -139,7 +139,7 @@ class Ragged:
         return cls(**value) if isinstance(value, Mapping) else value
 
     def width(self, longest: int) -> int:
-        """The length of a batch.
+        """Returns the length of a batch.
 
         Args:
             longest: of its rows.
@@ -148,7 +148,7 @@ class Ragged:
         return min(self.max_length, max(1, -(-longest // step)) * step)
 
     def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
-        """Rows of one length, (rows, length).
+        """Returns rows of one length, (rows, length).
 
         Args:
             starts: of each row's values, and where the last one's end.
@@ -178,7 +178,7 @@ class Ragged:
         return np.minimum(np.diff(starts), self.max_length)
 
     def read(self, batch: Batch, name: str, *, fixed: bool = False) -> Array:
-        """The rows of a batch of prepared data.
+        """Returns the rows of a batch of prepared data.
 
         Args:
             batch: of the native reader.
@@ -188,7 +188,7 @@ class Ragged:
         return self.padded(*self._stored(batch, name), fixed=fixed)
 
     def jagged(self, batch: Batch, name: str) -> Jagged:
-        """The rows of a batch of prepared data, without padding.
+        """Returns the rows of a batch of prepared data, without padding.
 
         Args:
             batch: of the native reader.
@@ -203,7 +203,7 @@ class Ragged:
         return np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize, np.frombuffer(values, self.dtype)
 
     def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
-        """The rows of an Arrow column; a null has no values.
+        """Returns the rows of an Arrow column; a null has no values.
 
         Args:
             column: of lists.
@@ -223,7 +223,7 @@ class Ragged:
         return np.minimum(lengths.astype(np.int64), self.max_length)
 
     def stored(self, column: Any, name: str) -> pa.Array:
-        """An Arrow column of lists as it is prepared: the bytes of each row's values.
+        """Returns an Arrow column of lists as it is prepared: the bytes of each row's values.
 
         Args:
             column: of lists; a null has no values.

@@ -89,7 +89,7 @@ class Statistics:
         return self.columns[name]
 
     def drift(self, source: Any, *, optional: Iterable[str] = (), **reading: Any) -> dict[str, Drift]:
-        """The drift of the columns of another source, the largest first, then columns without an index.
+        """Returns the drift of the columns of another source, the largest first, then columns without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
@@ -151,7 +151,7 @@ def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads:
 
 
 def statistics_at(url: str) -> Statistics | None:
-    """The statistics that are kept with prepared data.
+    """Returns the statistics that are kept with prepared data.
 
     Args:
         url: Of the training data.
@@ -256,7 +256,7 @@ class _Tally:
 
 
 def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
-    """Rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
+    """Returns rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
     import numpy as np  # noqa: PLC0415 - optional
 
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
@@ -273,7 +273,7 @@ def _counted_anywhere(
 
 
 def _opened(source: Any, reading: dict[str, Any]) -> Any:
-    """A source that was opened, or a Spark DataFrame."""
+    """Returns a source that was opened, or a Spark DataFrame."""
     return source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
 
 
@@ -366,7 +366,7 @@ def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
 
 
 def _index(before: Sequence[int], now: Sequence[int]) -> float:
-    """The population stability index of two counts of the same bins; NaN if one has no rows."""
+    """Returns the population stability index of two counts of the same bins; NaN if one has no rows."""
     if not sum(before) or not sum(now):
         return math.nan
     shares = [

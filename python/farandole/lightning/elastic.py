@@ -139,7 +139,7 @@ class LightningState(TorchState):
         )
 
     def samplers(self) -> list[ElasticSampler]:
-        """The samplers among the attributes."""
+        """Returns the samplers among the attributes."""
         return [value for value in vars(self).values() if isinstance(value, ElasticSampler)]
 
     def has_done(self, trainer: Any, batches: int) -> None:
@@ -175,12 +175,12 @@ class LightningState(TorchState):
 
 
 def _dumped(trainer: Any) -> dict[str, Any]:
-    """The content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
+    """Returns the content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
 
 
 def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
+    """Returns a checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     for kind in ("total", "current"):
         done = progress[kind]["completed"]
@@ -225,6 +225,6 @@ class _Moments:
 
 
 def _commits(package: str, state: LightningState) -> Any:
-    """The callback, for one of Lightning's packages."""
+    """Returns the callback, for one of Lightning's packages."""
     base = import_module(package).Callback
     return type("FarandoleCommits", (_Moments, base), {"__module__": __name__})(state)

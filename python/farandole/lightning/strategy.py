@@ -106,7 +106,7 @@ def environment_class(package: str) -> type[Any]:
 
 @cache
 def strategy_class(package: str) -> type[Any]:
-    """The strategy for one of Lightning's packages.
+    """Returns the strategy for one of Lightning's packages.
 
     Args:
         package: `lightning.pytorch` or `pytorch_lightning`.

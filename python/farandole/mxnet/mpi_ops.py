@@ -89,7 +89,7 @@ _also = (handle_average_backwards_compatibility, start_timeline, stop_timeline)
 
 
 def _like(tensor: Any, value: Any) -> Any:
-    """An array of MXNet's where `tensor` is, of the same kind."""
+    """Returns an array of MXNet's where `tensor` is, of the same kind."""
     make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
     return make(value, ctx=tensor.context, dtype=value.dtype)
 
@@ -229,7 +229,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's array on every rank, a new one.
+    """Returns the root's array on every rank, a new one.
 
     Args:
         tensor: The same shape and dtype everywhere.

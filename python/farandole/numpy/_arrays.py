@@ -41,7 +41,7 @@ table = HandleTable("numpy")
 
 
 def number_of(dtype: np.dtype[Any]) -> int:
-    """The engine's number of a dtype.
+    """Returns the engine's number of a dtype.
 
     Raises:
         ValueError: When it has none.
@@ -53,7 +53,7 @@ def number_of(dtype: np.dtype[Any]) -> int:
 
 
 def address_of(array: Array) -> int:
-    """The address of the first element."""
+    """Returns the address of the first element."""
     return array.__array_interface__["data"][0]
 
 
@@ -115,7 +115,7 @@ def copy_back(target: Array, source: Array) -> Array:
 
 
 def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Array, list[int]]:
-    """The array in memory the engine has filled, without a copy, and the rows every member gave."""
+    """Returns the array in memory the engine has filled, without a copy, and the rows every member gave."""
     rows: list[int] = outcome.rows if outcome is not None else []
     shape = (sum(rows), *tail)
     if outcome is None or len(outcome) == 0:

@@ -46,7 +46,7 @@ def _check(op: int) -> None:
 
 
 def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
-    """The input and memory for the own rows."""
+    """Returns the input and memory for the own rows."""
     source = as_input(value)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")

@@ -93,7 +93,7 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _no_other) -> Any:
-    """The inverse of `pack`. Runs no code, whatever the bytes are.
+    """Inverts `pack`. Runs no code, whatever the bytes are.
 
     Args:
         data: What `pack` returned.
@@ -121,7 +121,7 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
 
 
 def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
-    """The value as JSON. A list is a list; all else that JSON does not have is an object with one key, its kind."""
+    """Returns the value as JSON. Types that JSON does not have become an object with one key, their kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):

@@ -54,7 +54,7 @@ def gpus(number: int | None, use_gpu: bool, name: str) -> int:
 
 
 def renamed(name: str, value: Any, current: str, default: Any) -> Any:
-    """The value of an argument that has an older name too.
+    """Returns the value of an argument that has an older name too.
 
     Args:
         name: The older name.

@@ -159,14 +159,14 @@ class RayBackend(Backend):
         return outcome.results(endings, size)
 
     def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
-        """The placement group of a job of fixed size: the current one, or one of its own."""
+        """Returns the placement group of a job of fixed size: the current one, or one of its own."""
         group = current_placement_group()
         if group is not None:
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        """Returns the arguments that make a backend of the same kind and numbers: no environment, no stream."""
         return {
             "num_workers": self._num_workers,
             "use_gpu": self._use_gpu,
@@ -181,7 +181,7 @@ class RayBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Number of ranks, or of those that the job begins with."""
+        """Returns number of ranks, or of those that the job begins with."""
         return self._num_workers
 
     def check(self) -> None:
@@ -214,7 +214,7 @@ class SpareActors:
         return cls._of_process
 
     def take(self, purpose: Any) -> list[Any]:
-        """The actors that wait, if they are for the same purpose; others are killed.
+        """Returns the actors that wait, if they are for the same purpose; others are killed.
 
         Args:
             purpose: Placement group, number and resources.

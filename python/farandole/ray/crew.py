@@ -97,7 +97,7 @@ class Needs:
         return options
 
     def pause(self, before: float | None, healthy: float) -> float:
-        """Seconds before the next actor of a seat: longer with every failure, and short again after a healthy one.
+        """Returns seconds before the next actor of a seat: more after each failure, and few after a healthy actor.
 
         Args:
             before: The last pause of the seat; `None` before its first.
@@ -253,7 +253,7 @@ class RayCrew:
             seat.given_up.wait(pause)
 
     def _one(self, seat: _Seat, task: int) -> Ending | None:
-        """One actor from its start to its end; `None` where it had no worker, or died with it."""
+        """Returns one actor from its start to its end; `None` where it had no worker, or died with it."""
         ray = needed()
         remote = ray.remote(AgentHolder)
         seat.task = task

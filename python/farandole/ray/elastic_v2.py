@@ -70,7 +70,7 @@ class ElasticParams(BaseParams):
 
 
 def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose worker joins the world even if the function does not: results are those of members."""
+    """Returns a function whose worker joins the world even if the function does not: results are those of members."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ _enlisted: _Enlisted | None = None
 
 
 def where() -> str:
-    """The identity of a host."""
+    """Returns the identity of a host."""
     from farandole._native import engine  # noqa: PLC0415 - loaded in the worker's process only
 
     return engine.here()

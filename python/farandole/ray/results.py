@@ -59,7 +59,7 @@ class Waiting:
             self._queue.shutdown()
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """The results of the workers, by rank.
+        """Returns the results of the workers, by rank.
 
         Raises:
             FarandoleJobError: A worker died.

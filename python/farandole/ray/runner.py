@@ -236,7 +236,7 @@ class StaticAdapter(Adapter):
 
 
 def places(hosts: Sequence[str], gpus: Sequence[Sequence[Any]]) -> list[dict[str, str]]:
-    """The variables by which ranks know where they sit.
+    """Returns the variables by which ranks know where they sit.
 
     Args:
         hosts: What tells hosts apart, by rank.

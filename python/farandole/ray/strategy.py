@@ -32,7 +32,7 @@ class _Running:
         self._jobs = 0
 
     def jobs(self) -> int:
-        """The number of these jobs."""
+        """Returns the number of these jobs."""
         with self._lock:
             return self._jobs
 
@@ -178,7 +178,7 @@ class BaseStrategy(ABC):
         """
 
     def get_node_workers(self, workers: list[Any]) -> list[Any]:
-        """One actor of each node, in the order of ranks."""
+        """Returns one actor of each node, in the order of ranks."""
         nodes = map_blocking(lambda worker: worker.node_id.remote(), workers)
         return [worker for place, worker in enumerate(workers) if nodes[place] not in nodes[:place]]
 
@@ -288,7 +288,7 @@ class PGStrategy(BaseStrategy):
         return self._num_workers
 
     def resources_per_worker(self) -> dict[str, float]:
-        """The resources that Ray reserves for a rank."""
+        """Returns the resources that Ray reserves for a rank."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
@@ -308,7 +308,7 @@ class PGStrategy(BaseStrategy):
 
 
 def current_placement_group() -> Any:
-    """The placement group that the caller runs in; `None` outside of one."""
+    """Returns the placement group that the caller runs in; `None` outside of one."""
     from ray.util.placement_group import get_current_placement_group  # noqa: PLC0415 - as Ray itself
 
     return get_current_placement_group()

@@ -85,7 +85,7 @@ class FarandoleConfig(BackendConfig):
         return
 
     def to_dict(self) -> dict[str, Any]:
-        """The representation of this configuration in Ray."""
+        """Returns the representation of this configuration in Ray."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
 
 

@@ -38,7 +38,7 @@ def trainable(
     warm: bool | None = None,
     tune_session: bool = False,
 ) -> Any:
-    """A trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
+    """Returns a trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
 
     Tune gets the reports of `farandole.tuning.report` on rank 0, and may stop the trial. It also gets the result of
     rank 0 if that is a dict.

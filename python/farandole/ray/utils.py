@@ -26,7 +26,7 @@ def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[An
 
 
 def needed() -> Any:
-    """The module of Ray.
+    """Returns the module of Ray.
 
     Raises:
         ImportError: Ray is not installed; the message names the extra to install.

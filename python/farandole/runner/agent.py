@@ -132,7 +132,7 @@ def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environ
 
 
 def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
-    """The changes that make a worker's environment out of this process's.
+    """Returns the changes that make a worker's environment out of this process's.
 
     The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH` was asked for.
     Output is unbuffered unless asked otherwise, so that a line is seen when it is printed and is not lost with a killed

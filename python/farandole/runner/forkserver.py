@@ -277,7 +277,7 @@ def _threads() -> str | None:
 
 
 def _files() -> dict[str, int | None]:
-    """Every file that was imported, and when it was written."""
+    """Returns every file that was imported, and when it was written."""
     paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return {path: _modified(path) for path in paths if isinstance(path, str)}
 

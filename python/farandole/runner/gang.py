@@ -160,7 +160,7 @@ class _Seen:
 
 
 def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """The function and its arguments, as every worker reads them.
+    """Returns the function and its arguments, as every worker reads them.
 
     Raises:
         TypeError: It is no function, or something cannot be pickled; the message names it.
@@ -430,7 +430,7 @@ class _Gang(Hearing):
         super().log(event)
 
     def seen_failure(self) -> FarandoleJobError:
-        """The first failure as the registrar told it, for when its task does not come back with more."""
+        """Returns the first failure as the registrar told it, for when its task does not come back with more."""
         event, verdict = self.seen.failed, self.seen.verdict
         if event is not None:
             error, error.__cause__ = failure(self.ending(event))

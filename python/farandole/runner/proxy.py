@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _server(place: str) -> "_socket.socket | None":
-    """A connection to a server that is ready to fork, once it is."""
+    """Returns a connection to a server that is ready to fork, once it is."""
     deadline = time.monotonic() + 1.0
     while True:
         server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)

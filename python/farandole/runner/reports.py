@@ -26,7 +26,7 @@ class MalformedError(ValueError):
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The report that a worker has sent.
+    """Returns the report that a worker has sent.
 
     Args:
         data: As it came.

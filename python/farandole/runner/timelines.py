@@ -86,7 +86,7 @@ class Gathering:
             _LOG.warning("a piece of a timeline is lost: %s", error)
 
     def _earlier(self, task: int, piece: bytes) -> int | None:
-        """The task whose timeline is left out because another one of its rank and world has started later.
+        """Returns the task whose timeline is left out because another one of its rank and world has started later.
 
         Spark may start a stage again after it has lost an executor. Ranks then have other tasks, and a task of before
         may have sent its timeline.
@@ -161,7 +161,7 @@ class Gathering:
 
 
 def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
-    """The rank and the world of a timeline, and when it started, if this is its first piece."""
+    """Returns the rank and the world of a timeline, and when it started, if this is its first piece."""
     try:
         head, begin, record = piece.split(b"\n", 3)[:3]
         if json.loads(head)["offset"] != 0 or begin != b"[":

@@ -89,7 +89,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
 
 
 def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], owner: int) -> list[str]:
-    """The command that starts a worker by the server, which is started if it does not run.
+    """Returns the command that starts a worker by the server, which is started if it does not run.
 
     Args:
         warm: What the server is to be.
@@ -114,7 +114,7 @@ def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], 
 
 
 def executor() -> int:
-    """The process that a server started from this Spark task belongs to: Spark's own, above its Python processes."""
+    """Returns the owner of a server that this Spark task starts: Spark's own process, above its Python processes."""
     pid = os.getppid()
     while pid > 1:
         told = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -138,7 +138,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _preloads() -> tuple[str, ...]:
-    """The modules that workers will import: torch, and Lightning if this driver has its estimator."""
+    """Returns the modules that workers will import: torch, and Lightning if this driver has its estimator."""
     if "farandole.spark.lightning.estimator" not in sys.modules:
         return PRELOADS
     packages = tuple(name for name in _LIGHTNING if name in sys.modules)

@@ -96,7 +96,7 @@ def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives a round trip: many take arguments that they do not keep."""
+    """Returns the exception, if it survives a round trip: many take arguments that they do not keep."""
     try:
         packed = pickling.dumps(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
@@ -106,7 +106,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _take(variable: str) -> int | None:
-    """The descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
+    """Returns the descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
     number = os.environ.pop(variable, None)
     if number is None:
         return None

@@ -72,7 +72,7 @@ def _rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The share of rows for which the largest output is that of their class.
+    """Returns the share of rows for which the largest output is that of their class.
 
     Args:
         output: One number for each class, by row.
@@ -82,7 +82,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def _session() -> SparkSession | None:
-    """A session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
+    """Returns a session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

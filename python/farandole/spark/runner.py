@@ -322,7 +322,7 @@ class _Job:
             yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
 
     def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
-        """The description of the job for its agents."""
+        """Returns the description of the job for its agents."""
         packed = (
             ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
         )
@@ -342,7 +342,7 @@ class _Job:
             raise
 
     def fetched(self, found: list[Any]) -> list[Any]:
-        """The results, those that travelled by the store too."""
+        """Returns the results, those that travelled by the store too."""
         return found if self.spill is None else [self.spill.fetched(value) for value in found]
 
 
@@ -425,7 +425,7 @@ def run_with(
 
 
 def _handed_on() -> dict[str, str | None]:
-    """The settings of the driver on which driver and ranks must agree."""
+    """Returns the settings of the driver on which driver and ranks must agree."""
     return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 

@@ -24,7 +24,7 @@ class PickleNotAllowedError(ValueError):
 
 
 def given() -> bool | None:
-    """The value of the variable; `None` if it is not set.
+    """Returns the value of the variable; `None` if it is not set.
 
     Raises:
         ValueError: it says something else.

@@ -36,7 +36,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """A path of Databricks as a local one: `/dbfs/...` or `/Volumes/...`.
+        """Returns a path of Databricks as a local one: `/dbfs/...` or `/Volumes/...`.
 
         Raises:
             ValueError: When it is none.

@@ -58,7 +58,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return self._described(path.rstrip("/"), size, modified, is_directory)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The entries of a directory, or the file itself."""
+        """Returns the entries of a directory, or the file itself."""
         base = path.rstrip("/")
         items = native.Store(path).look()
         if not items:
@@ -76,7 +76,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return {"name": name, "size": None if is_directory else size, "type": kind, "mtime": modified}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Bytes of a file; negative positions count from its end."""
+        """Returns bytes of a file; negative positions count from its end."""
         store, name = self._at(path)
         if start is None and end is None:
             return store.read(name)

@@ -34,7 +34,7 @@ _KEPT: Final = 2
 
 
 def run_key(run_id: str) -> bytes | None:
-    """The key that seals the checkpoints of one run; `None` without a secret.
+    """Returns the key that seals the checkpoints of one run; `None` without a secret.
 
     Args:
         run_id: name of the run.
@@ -100,7 +100,7 @@ def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
 
 
 def _known(run: native.Store) -> dict[str, list[dict[str, Any]]]:
-    """The entries of the marker; none where there is no marker that can be read. A newer format is an error."""
+    """Returns the entries of the marker; none where there is no marker that can be read. A newer format is an error."""
     if not run.exists(MARKER):
         return {}
     try:

@@ -43,7 +43,7 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """The store for a path or URL.
+        """Returns the store for a path or URL.
 
         Args:
             prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`, `/Volumes/main/x`,
@@ -209,7 +209,7 @@ class AbstractFilesystemStore(Store):
         return _rebuild, (type(self), self._arguments)
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a store of the same places: no options, no user, no credentials."""
+        """Returns the arguments that make a store of the same places: no options, no user, no credentials."""
         paths = {name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None}
         whole = {name: self.get_full_path(path) for name, path in paths.items()}
         return whole | {"save_runs": self._save_runs, "checkpoint_filename": self._arguments["checkpoint_filename"]}
@@ -258,11 +258,11 @@ class AbstractFilesystemStore(Store):
         raise NotImplementedError
 
     def get_full_path(self, path: str) -> str:
-        """The path with its scheme; a bare path becomes absolute."""
+        """Returns the path with its scheme; a bare path becomes absolute."""
         return native.full_path(path)
 
     def get_localized_path(self, path: str) -> str:
-        """The path without its scheme."""
+        """Returns the path without its scheme."""
         return native.localized_path(path)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
@@ -283,7 +283,7 @@ class AbstractFilesystemStore(Store):
         return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
 
     def get_parquet_dataset(self, path: str) -> Any:
-        """The Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
+        """Returns the Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
         import pyarrow.dataset as arrow  # noqa: PLC0415 - stores are used where pyarrow is not
 
         url = self.get_full_path(path)
@@ -291,7 +291,7 @@ class AbstractFilesystemStore(Store):
         return arrow.dataset(files, filesystem=self.fs, format="parquet")
 
     def get_data_metadata_path(self, path: str) -> str:
-        """The file that describes the prepared data at `path`."""
+        """Returns the file that describes the prepared data at `path`."""
         return f"{self.get_full_path(path).rstrip('/')}/_manifest.json"
 
     def get_train_data_path(self, idx: int | None = None) -> str:
@@ -323,7 +323,7 @@ class AbstractFilesystemStore(Store):
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Every file of the run that ends in `suffix`, sorted.
+        """Returns every file of the run that ends in `suffix`, sorted.
 
         Args:
             run_id: name of the run.
@@ -383,7 +383,7 @@ class AbstractFilesystemStore(Store):
         return local_output_dir
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies the content of a local directory to the directory of the run.
+        """Returns a function that copies the content of a local directory to the directory of the run.
 
         Args:
             run_id: name of the run.
@@ -469,7 +469,7 @@ class LocalStore(FilesystemStore):
 
 
 def scheme(path: str) -> str | None:
-    """The scheme of a URL in lower case; `None` for a path."""
+    """Returns the scheme of a URL in lower case; `None` for a path."""
     found = _SCHEME.match(path)
     return found[1].lower() if found else None
 

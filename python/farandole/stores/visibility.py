@@ -38,7 +38,7 @@ def told_local(url: str, hosts: list[str]) -> str | None:
 
 
 def executor_hosts(context: Any) -> list[str]:
-    """The hosts of a classic session's driver and executors; empty if they are unknown.
+    """Returns the hosts of a classic session's driver and executors; empty if they are unknown.
 
     Args:
         context: its `SparkContext`, or `None`.

@@ -55,7 +55,7 @@ class Dealt(NamedTuple):
 
 
 def _set(number: int) -> ProcessSet:
-    """The process set of this number.
+    """Returns the process set of this number.
 
     Raises:
         ValueError: When there is none.
@@ -156,7 +156,7 @@ def _gradients() -> Any:
 
 
 def _reduce(reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]) -> list[Any]:
-    """A reduction of several tensors; `gradient` names its gradient."""
+    """Returns a reduction of several tensors; `gradient` names its gradient."""
     tensor_name, process_set = told["tensor_name"], told["process_set"]
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -222,7 +222,7 @@ def farandole_grouped_broadcast(
     attended: bool = False,  # noqa: ARG001
     root_rank: int = 0,
 ) -> list[Any]:
-    """The root's tensors on every rank."""
+    """Returns the root's tensors on every rank."""
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         names = [f"{tensor_name}_{index}" if tensor_name else None for index in range(len(arrays))]
@@ -242,7 +242,7 @@ def farandole_grouped_allgather(
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
 ) -> GroupedGathered:
-    """All ranks' tensors, and how many rows each rank gave of each."""
+    """Returns all ranks' tensors, and how many rows each rank gave of each."""
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         chosen = _set(process_set)
@@ -305,12 +305,12 @@ def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
 
 
 def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
-    """The root's tensor on every rank."""
+    """Returns the root's tensor on every rank."""
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
 def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
-    """All ranks' tensors."""
+    """Returns all ranks' tensors."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
     return Gathered(outputs[0], rows)
 
@@ -325,7 +325,7 @@ def _number(question: Callable[[ProcessSet], int], process_set: int) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Ranks in the set."""
+    """Returns ranks in the set."""
     return _number(lambda chosen: chosen.size() or 0, process_set)
 
 
@@ -335,7 +335,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Ranks on this host."""
+    """Returns ranks on this host."""
     return _number(lambda _: hvd.local_size(), process_set)
 
 

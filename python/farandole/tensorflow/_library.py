@@ -28,7 +28,7 @@ class _UnusableError(RuntimeError):
 
 
 def _connect() -> Any:
-    """The generated functions of the native ops.
+    """Returns the generated functions of the native ops.
 
     Raises:
         _UnusableError: When this TensorFlow cannot carry them.

@@ -64,7 +64,7 @@ def split() -> bool:
 
 
 def _being_traced() -> tuple[list[Any], list[Any]]:
-    """The functions to be compiled in whose trace this thread is, and the graphs of those traces and inside of them."""
+    """Returns the functions whose traces for compilation this thread is in, and the graphs of these traces."""
     functions, graphs, inside = [], [], 0
     frame = sys._getframe()
     while frame is not None:

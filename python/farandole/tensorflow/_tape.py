@@ -188,7 +188,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 
 
 def trainable_weights(layers: Any) -> list[Any]:
-    """The trainable weights of a layer or a list of them.
+    """Returns the trainable weights of a layer or a list of them.
 
     Raises:
         ValueError: When something is no layer, or has not been built.

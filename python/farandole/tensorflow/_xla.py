@@ -132,7 +132,7 @@ def _is_off() -> bool:
 
 
 def _missing() -> str | None:
-    """The missing requirement."""
+    """Returns the missing requirement."""
     if _is_off():
         return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
@@ -192,7 +192,7 @@ def _text(
 
 
 def _before(graph: Any) -> list[Any]:
-    """The operation for which a call in this graph must wait."""
+    """Returns the operation for which a call in this graph must wait."""
     token, seen = getattr(graph, _AFTER, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:
@@ -215,7 +215,7 @@ def _elements(tensor: Any) -> int:
 
 
 def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
-    """One call after those that this graph has already."""
+    """Returns one call after those that this graph has already."""
     graph: Any = tf.compat.v1.get_default_graph()
     calls: Any = gen_xla_ops
     *values, token = calls.xla_custom_call_v2(
@@ -240,7 +240,7 @@ def _collective(
     shape_of: Callable[[tf.TensorShape], tf.TensorShape],
     gradient: Callable[..., Sequence[Any]],
 ) -> list[Any]:
-    """A call on tensors; `shape_of` makes a result's shape of its tensor's, `gradient` takes those of the results.
+    """Returns a call on tensors; `shape_of` maps shapes to the results', `gradient` takes the results' gradients.
 
     Raises:
         NotImplementedError: When this TensorFlow cannot carry it.
@@ -314,19 +314,19 @@ def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
 def farandole_grouped_broadcast(
     tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0, root_rank: int = 0
 ) -> list[Any]:
-    """The root's tensors on every rank."""
+    """Returns the root's tensors on every rank."""
     told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
     head = _text(BROADCAST, process_set, tensor_name, root=root_rank)
     return _collective(head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told))
 
 
 def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
-    """The root's tensor on every rank."""
+    """Returns the root's tensor on every rank."""
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
 def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0) -> GroupedGathered:
-    """All ranks' tensors, which must have the same number of rows."""
+    """Returns all ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     size = _members(process_set)
     rows = [_rows(tensor.shape) for tensor in tensors]
@@ -351,7 +351,7 @@ def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", p
 
 
 def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
-    """All ranks' tensors, which must have the same number of rows."""
+    """Returns all ranks' tensors, which must have the same number of rows."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
     return Gathered(outputs[0], rows)
 
@@ -425,7 +425,7 @@ def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Ranks in the set."""
+    """Returns ranks in the set."""
     return _number(SIZE, process_set)
 
 
@@ -435,7 +435,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Ranks on this host."""
+    """Returns ranks on this host."""
     return _number(LOCAL_SIZE, process_set)
 
 

@@ -133,7 +133,7 @@ def native_variable(value: Any) -> Any:
 
 
 def chosen() -> Any:
-    """The ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
+    """Returns the ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
@@ -276,7 +276,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's tensor on every rank.
+    """Returns the root's tensor on every rank.
 
     Args:
         tensor: The same shape and dtype everywhere.
@@ -390,7 +390,7 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Number of ranks in a process set, as an int32 that is read when the graph runs."""
+    """Returns number of ranks in a process set, as an int32 that is read when the graph runs."""
     return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
@@ -410,5 +410,5 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """Number of ranks on this host, as an int32 that is read when the graph runs."""
+    """Returns number of ranks on this host, as an int32 that is read when the graph runs."""
     return chosen().farandole_local_size(name=name)

@@ -237,7 +237,7 @@ class Bucket:
 
 
 def _nothing(slot: Slot) -> torch.Tensor:
-    """The gradient of a parameter that was not used."""
+    """Returns the gradient of a parameter that was not used."""
     parameter = slot.parameter
     if not slot.sparse_dim:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)

@@ -26,12 +26,12 @@ basics.on_init(_opened.clear)
 
 
 def stream_of(ordinal: int) -> int:
-    """The handle of the stream that is current on a GPU."""
+    """Returns the handle of the stream that is current on a GPU."""
     return torch.cuda.current_stream(ordinal).cuda_stream
 
 
 def ordinal_of(tensor: torch.Tensor) -> int | None:
-    """The number of the GPU that a tensor is on; `None` for host memory."""
+    """Returns the number of the GPU that a tensor is on; `None` for host memory."""
     return None if tensor.is_cpu else tensor.get_device()
 
 
@@ -41,13 +41,13 @@ def is_captured(tensor: torch.Tensor) -> bool:
 
 
 def spot(tensor: torch.Tensor) -> Spot:
-    """The place of a tensor that `is_usable`."""
+    """Returns the place of a tensor that `is_usable`."""
     ordinal = ordinal_of(tensor)
     return None if ordinal is None else (ordinal, stream_of(ordinal))
 
 
 def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
-    """The place of several tensors; `None` if all are in host memory."""
+    """Returns the place of several tensors; `None` if all are in host memory."""
     ordinals = [ordinal_of(tensor) for tensor in tensors]
     streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
     if not streams:

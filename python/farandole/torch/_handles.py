@@ -154,7 +154,7 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The rows an operation has collected, as a tensor that holds the engine's memory: no copy.
+    """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no copy.
 
     What is on a GPU is copied, by the current stream.
 

@@ -24,7 +24,7 @@ MOST_BYTES = 16 << 20
 def name_parameters(
     param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Every parameter of an optimizer with its name, in the optimizer's order.
+    """Returns every parameter of an optimizer with its name, in the optimizer's order.
 
     Raises:
         ValueError: When an entry is no pair, a name appears twice, or a parameter has none.
@@ -73,7 +73,7 @@ def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = No
 def group_parameters(
     names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
-    """The parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
+    """Returns the parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
 
     Args:
         names: Every parameter of the optimizer and its name.

@@ -60,7 +60,7 @@ def pin() -> None:
 
 
 def _choice(count: int) -> int:
-    """The number of this rank's GPU among so many."""
+    """Returns the number of this rank's GPU among so many."""
     if _ASSIGNED in os.environ:
         from farandole.spark import task  # noqa: PLC0415 - only on Spark
 

@@ -159,7 +159,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def spread(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the wanted tensors, in the places of all arguments."""
+        """Returns the gradients of the wanted tensors, in the places of all arguments."""
         places: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i, grad in zip(_Reduce.wanted(ctx), grads, strict=True):
             places[3 + i] = grad

@@ -218,12 +218,12 @@ class _Mover:
             self._tensors[index].detach().copy_(dense)
 
     def _load(self, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece on a sender."""
+        """Returns the bytes of a piece on a sender."""
         windows = [self._window(span) for span in piece.spans]
         return torch.cat([window.cpu() for window in windows]) if piece.is_packed else windows[0]
 
     def _window(self, span: Span) -> torch.Tensor:
-        """The bytes of a span, where they are."""
+        """Returns the bytes of a span, where they are."""
         if self._current is None or self._current[0] != span.number:
             self._current = span.number, self._bytes(span.number)
         return self._current[1][span.start : span.end]

@@ -441,7 +441,7 @@ class Tolerance:
             self._take(parameters, options, states, shared)
 
     def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int) -> list[int]:
-        """The senders whose parameters, states and options are described as those of the first one.
+        """Returns the senders whose parameters, states and options are described as those of the first one.
 
         Raises:
             ValueError: As `_transfer`.

@@ -157,7 +157,7 @@ def _packed(value: Any) -> bytes | tuple[bytes, str]:
 
 
 def packed(value: Any) -> bytes:
-    """The bytes that `broadcast_value` sends for a value. If they have to be pickled, equal values may differ."""
+    """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal values may differ."""
     told = _packed(value)
     return told if isinstance(told, bytes) else told[0]
 
@@ -237,7 +237,7 @@ def described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def rebuilt(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
-    """The inverse of `described`: fills slots with fresh tensors, on the parameter's device if they were on one."""
+    """Inverts `described`: fills slots with fresh tensors, on the parameter's device if they were on a device."""
     if isinstance(value, _Slot):
         device = "cpu" if value.on_host or parameter is None else parameter.device
         slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)

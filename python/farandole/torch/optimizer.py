@@ -233,7 +233,7 @@ def _require_positive(passes: int) -> None:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
-    """An instance of a subclass of the optimizer's class, of the same name, that shares parameters and state."""
+    """Returns an instance of a subclass of the optimizer's class, of the same name, with its parameters and state."""
     kind = type(optimizer)
     cls: Any = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     wrapped = cls.__new__(cls)

@@ -135,7 +135,7 @@ class TrialBackend(Backend):
             raise _optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
 
     def num_processes(self) -> int:
-        """Number of workers."""
+        """Returns number of workers."""
         return self._backend.num_processes()
 
     def check(self) -> None:

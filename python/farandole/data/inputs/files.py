@@ -43,7 +43,7 @@ class Found:
 
 
 def find(path: str) -> Found:
-    """The meaning of a path.
+    """Returns the meaning of a path.
 
     Args:
         path: A file, a directory (every file below it, but for names that begin with `_` or `.`), or a pattern with
@@ -159,7 +159,7 @@ def _fixed_part(path: str) -> tuple[str, str]:
 
 
 def _translated(pattern: str) -> str:
-    """A pattern as a regular expression: `*` and `?` stop at directories, `**` does not."""
+    """Returns a pattern as a regular expression: `*` and `?` stop at directories, `**` does not."""
     out, at = "", 0
     while at < len(pattern):
         if pattern.startswith("**/", at):

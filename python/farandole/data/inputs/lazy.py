@@ -19,7 +19,7 @@ def is_lazy(value: Any) -> bool:
 
 
 def lazy_schema(frame: Any) -> pa.Schema:
-    """The types of a lazy frame's columns.
+    """Returns the types of a lazy frame's columns.
 
     Args:
         frame: Of polars.

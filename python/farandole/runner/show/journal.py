@@ -164,7 +164,7 @@ class Journal(Told):
         self._epochs[epoch] = {**body["values"], "epoch": epoch, "seconds": body.get("seconds")}
 
     def _scores(self) -> dict[str, Any]:
-        """The facts that the list of runs shows without reading the history."""
+        """Returns the facts that the list of runs shows without reading the history."""
         if not self._epochs:
             return {}
         last = max(self._epochs)
@@ -258,7 +258,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read(remote: RemoteStore) -> dict[str, Any]:
-    """The record of the fit before, if the run continues."""
+    """Returns the record of the fit before, if the run continues."""
     try:
         record = json.loads(remote.read(RECORD) or b"{}")
     except (OSError, ValueError):

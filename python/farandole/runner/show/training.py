@@ -141,7 +141,7 @@ class Training(Watcher):
         return executor in self._places.values()
 
     def executor_of(self, rank: int | None) -> str | None:
-        """The executor of a rank; `None` where it is not known.
+        """Returns the executor of a rank; `None` where it is not known.
 
         Args:
             rank: Which; `None` is nowhere.
@@ -322,12 +322,12 @@ def telling(
 
 
 def current() -> Training:
-    """The run that is in progress in this context; without one, a run that reports nothing."""
+    """Returns the run that is in progress in this context; without one, a run that reports nothing."""
     return _CURRENT.get() or SILENT
 
 
 def finite(value: Any) -> Any:
-    """A value without numbers that JSON does not have: they become text.
+    """Returns a value without numbers that JSON does not have: they become text.
 
     Args:
         value: Anything that JSON can write otherwise.

@@ -43,7 +43,7 @@ class _Journal(Journal):
 
 
 def _entry(values: dict[str, Any]) -> dict[str, Any]:
-    """An epoch as a history has it."""
+    """Returns an epoch as a history has it."""
     parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for name, value in values.items():
         if name not in ("epoch", "seconds"):

@@ -38,7 +38,7 @@ _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_G
 
 
 def default_num_proc() -> int:
-    """The default number of processes: the default parallelism of the active Spark context.
+    """Returns the default number of processes: the default parallelism of the active Spark context.
 
     Raises:
         ValueError: There is no active context.
@@ -129,12 +129,12 @@ class SparkBackend(Backend):
             )
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no store."""
+        """Returns the arguments for a backend of the same kind and numbers: no environment, no stream, no store."""
         given = {name: self._kwargs[name] for name in _PLAIN if name in self._kwargs}
         return {"num_proc": self._num_proc, **self._bounds, **given}
 
     def num_processes(self) -> int:
-        """Number of workers, or of those that the job begins with; without a number Spark is asked."""
+        """Returns number of workers, or of those that the job begins with; without a number Spark is asked."""
         if self._num_proc is None:
             from farandole.spark.job.session import Cluster  # noqa: PLC0415 - LocalBackend does without
 

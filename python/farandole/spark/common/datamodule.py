@@ -138,7 +138,7 @@ class NVTabularDataModule:
 
 
 def check_data_module(module: Any) -> Any:
-    """The class to build, or `None` where the native reader does.
+    """Returns the class to build, or `None` where the native reader does.
 
     Args:
         module: the estimator's `data_module`.

@@ -137,7 +137,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, dict[str, Any], float]:
-    """The metadata of the data set in a store.
+    """Returns the metadata of the data set in a store.
 
     Args:
         store: where it is.
@@ -275,7 +275,7 @@ def is_databricks() -> bool:
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """A list of one thing per column.
+    """Returns a list of one thing per column.
 
     Args:
         var: `None`, one for all, or a list.

@@ -227,7 +227,7 @@ def _length(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def _tensors(batch: Any) -> Batch:
-    """A batch as a dict of tensors; of petastorm's named tuples too."""
+    """Returns a batch as a dict of tensors; of petastorm's named tuples too."""
     fields = batch._asdict() if hasattr(batch, "_asdict") else batch
 
     def one(value: Any) -> torch.Tensor:

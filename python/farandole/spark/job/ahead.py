@@ -38,7 +38,7 @@ class Ahead:
     name: str
 
     def read(self) -> bytes:
-        """The content; called in a task.
+        """Returns the content; called in a task.
 
         Raises:
             ValueError: The file is not what was sent.
@@ -75,7 +75,7 @@ def sent(session: SparkSession, data: bytes) -> bytes | Ahead:
 
 
 def arrived(data: bytes | Ahead) -> bytes:
-    """The uploaded object, in a task.
+    """Returns the uploaded object, in a task.
 
     Args:
         data: As `sent` returned it.

@@ -31,7 +31,7 @@ def takes_profiles() -> bool:
 
 
 def mapped(tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any) -> DataFrame | Profiled:
-    """The rows that an agent makes in each task.
+    """Returns the rows that an agent makes in each task.
 
     Args:
         tasks: One row for each task.
@@ -60,7 +60,7 @@ class Profiled:
 
     @classmethod
     def of(cls, frame: DataFrame, profile: ResourceProfile) -> Profiled:
-        """The rows of a frame.
+        """Returns the rows of a frame.
 
         Args:
             frame: One stage without shuffles.

@@ -63,7 +63,7 @@ class Spill:
 
     @classmethod
     def below(cls, store: Store | str) -> Spill:
-        """A new directory among the runs of a store.
+        """Returns a new directory among the runs of a store.
 
         Args:
             store: A store, or its URL.
@@ -105,7 +105,7 @@ class Spill:
         return self._store().read(name)
 
     def names(self, folder: str) -> list[str]:
-        """The files of a folder of the job's directory, sorted; none where there is no such folder."""
+        """Returns the files of a folder of the job's directory, sorted; none where there is no such folder."""
         store = self._store()
         return [name for name, _ in store.list(folder)] if store.exists(folder) else []
 
@@ -117,13 +117,13 @@ class Spill:
             mark.release()
 
     def carried(self, packed: bytes) -> bytes:
-        """A pickled `(fn, args, kwargs)` whose large result, and which itself when large, travels by the store."""
+        """Returns a pickled `(fn, args, kwargs)`. It travels by the store if it is large, and so does its result."""
         if len(packed) <= LIMIT:
             return pickling.dumps((call, (self, packed), {}))
         return pickling.dumps((call_stored, (self, self.put(packed)), {}))
 
     def fetched(self, value: Any) -> Any:
-        """A result of a carried function, whichever way it came."""
+        """Returns a result of a carried function, whichever way it came."""
         return pickle.loads(self.take(value)) if isinstance(value, Stored) else value  # noqa: S301 - see the module
 
     def _store(self) -> Any:

@@ -158,7 +158,7 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, folder:
 
 
 def compression_hook(compression: Any) -> dict[str, Any]:
-    """The strategy's arguments for gradients that travel in a smaller form.
+    """Returns the strategy's arguments for gradients that travel in a smaller form.
 
     Args:
         compression: as `DistributedOptimizer` takes it.
@@ -198,7 +198,7 @@ def _trusting(job: LightningJob, trainer: Any) -> dict[str, Any]:
 
 
 def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
-    """The checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
+    """Returns the checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
     if decision(job.allow_pickle):
         return payload.unpack(found)
     try:

@@ -113,7 +113,7 @@ class Job:
     loss_weights: tuple[float, ...]
 
     def paths(self) -> dict[str, str]:
-        """The paths of the run's files, if it has files."""
+        """Returns the paths of the run's files, if it has files."""
         return paths_of(self.store, self.data)
 
 

@@ -59,7 +59,7 @@ class Predictor:
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same predictor, with the types of its output columns.
+        """Returns the same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
@@ -129,7 +129,7 @@ class Predictor:
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
     def inputs(self, batch: pa.RecordBatch) -> list[torch.Tensor]:
-        """The model's inputs, on the CPU, rows first.
+        """Returns the model's inputs, on the CPU, rows first.
 
         Args:
             batch: whose columns go by number.
@@ -153,7 +153,7 @@ class Predictor:
         return features(batch, self.columns, self._names, self.encoding, texts=self.transformation is not None)
 
     def _tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """The tensors of some rows, one at least, after the transformation."""
+        """Returns the tensors of some rows, one at least, after the transformation."""
         import torch
 
         if self._transformation is not None:

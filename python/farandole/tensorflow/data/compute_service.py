@@ -111,7 +111,7 @@ class TfDataServiceConfig:
         require_consent(self.open_to_the_network)
 
     def compute_client(self, verbose: int = 1) -> MeetingClient:
-        """A client of the service.
+        """Returns a client of the service.
 
         Args:
             verbose: Accepted for compatibility with Horovod.
@@ -125,7 +125,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def from_dict(config: dict[str, Any]) -> TfDataServiceConfig:
-        """The inverse of `to_dict`."""
+        """Inverts `to_dict`."""
         return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:

@@ -65,11 +65,11 @@ class FarandoleBackend(Backend):
     # torch's interface of a backend.
 
     def name(self) -> str:
-        """The backend's name."""
+        """Returns the backend's name."""
         return "farandole"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The backend's name, as C++ asks for it."""
+        """Returns the backend's name, as C++ asks for it."""
         return "farandole"
 
     @property
@@ -249,7 +249,7 @@ class FarandoleBackend(Backend):
         return self._work(submission, data, lambda _: put(output, data[self._rank]), [output])
 
     def _rows(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """A flat input as one row per member."""
+        """Returns a flat input as one row per member."""
         if source.numel() != output.numel() * self._size:
             raise ValueError(
                 f"reduce_scatter needs {self._size} times as many elements as it returns: {source.numel()} for "
@@ -391,7 +391,7 @@ class FarandoleBackend(Backend):
         expected: list[int] | None,
         opts: Any,
     ) -> FarandoleWork:
-        """An all-to-all of flat elements into one tensor or one per member."""
+        """Returns an all-to-all of flat elements into one tensor or one per member."""
         name = self._next_name()
         described = (DTYPES[data.dtype], data.shape, data.data_ptr(), sends, self._set, not opts.asyncOp)
         submission = (engine.alltoall, name, *described)

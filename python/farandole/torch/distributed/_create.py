@@ -49,7 +49,7 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
 
 
 def _reconfigurable(options: Any) -> ReconfigurableGroup:
-    """A group that gets its members by `reconfigure`.
+    """Returns a group that gets its members by `reconfigure`.
 
     Raises:
         ValueError: It is no default group, or its store is of one world.

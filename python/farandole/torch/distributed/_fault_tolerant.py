@@ -292,7 +292,7 @@ class _Piece:
         self._handles = []
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The reduced gradients, flat, by the names of their parameters."""
+        """Returns the reduced gradients, flat, by the names of their parameters."""
         return {name: self.memory[start : start + count] for name, start, count in self._parts}
 
     def take(self, results: dict[str, torch.Tensor]) -> None:
@@ -396,7 +396,7 @@ class _AloneBackend(Backend):
     """Collectives of this process alone, as far as DDP uses them."""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The backend's name."""
+        """Returns the backend's name."""
         return "farandole"
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Done:

@@ -75,7 +75,7 @@ class Handle:
 
     @staticmethod
     def parse(text: str) -> Handle:
-        """The inverse of `str`.
+        """Inverts `str`.
 
         Raises:
             FarandoleUsageError: It is no handle of this backend.
@@ -92,7 +92,7 @@ class Handle:
 
 
 def ordered(handles: Iterable[str]) -> list[str]:
-    """The members by rank: the order of a list; for a set, old members first, by their ranks.
+    """Returns the members by rank: the order of a list; for a set, old members first, by their ranks.
 
     Raises:
         FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.
@@ -134,7 +134,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return self._rank
 
     def size(self) -> int:
-        """The size of the present world; before the first one, the one given to torch."""
+        """Returns the size of the present world; before the first one, the one given to torch."""
         return self._size
 
     @property
@@ -224,7 +224,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self._backend.rank()
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """The size of the present world."""
+        """Returns the size of the present world."""
         return self._backend.size()
 
     @property

@@ -72,7 +72,7 @@ def _is_of_this_world(url: str) -> bool:
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of all ranks, in which no earlier one has left anything."""
+    """Returns a store of all ranks, in which no earlier one has left anything."""
     if basics.size() == 1:
         return HashStore()
     if is_elastic():

@@ -159,7 +159,7 @@ class RegistrarStore(Store):
         return value
 
     def _look(self, key: str) -> bytes | None:
-        """The value of a key now."""
+        """Returns the value of a key now."""
         number, value = self._known(key)
         while (entry := values.find(self._entry(key, number), 0)) is not None:
             value = self._note(key, number, entry)

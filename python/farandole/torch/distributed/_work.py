@@ -82,7 +82,7 @@ def under_way() -> list[dict[str, Any]]:
 
 
 def _name(submission: tuple[Any, ...]) -> str:
-    """The operation's name; that of its first member if it is a group."""
+    """Returns the operation's name; that of its first member if it is a group."""
     named = submission[1]
     return named if isinstance(named, str) else str(named[0][0])
 
@@ -124,7 +124,7 @@ class Completer:
 
 
 def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> Any:
-    """A future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
+    """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
 
     Setting an exception from Python would be a plain value to C++. What a callback raises is an error to both, though
     a `RuntimeError` with the text of the original.
@@ -182,7 +182,7 @@ class FarandoleWork(Work):
         return True
 
     def get_future(self) -> Any:
-        """A future of the tensors the operation writes."""
+        """Returns a future of the tensors the operation writes."""
         return promise(self._pending, self._outputs, self._completer)
 
 
@@ -195,7 +195,7 @@ class Done(Work):
         return True
 
     def get_future(self) -> Any:
-        """A future that is done."""
+        """Returns a future that is done."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([])
         return future

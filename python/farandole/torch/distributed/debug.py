@@ -88,7 +88,7 @@ def stop_debug_server() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """The facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
+    """Returns the facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
     world = engine.world()
     return {
         "rank": world.rank,
@@ -114,7 +114,7 @@ def _answer(_: Any, response: Any) -> None:
 
 
 def _pages(handlers: Sequence[Any] | None) -> list[Any]:
-    """The pages of the server, ours last.
+    """Returns the pages of the server, ours last.
 
     Raises:
         ImportError: As `start_debug_server`.

@@ -137,7 +137,7 @@ class Later:
 
 
 def copied(value: Any, room: Any, later: Later | None = None) -> Any:
-    """A copy of nested mappings, lists and tuples of tensors and other values.
+    """Returns a copy of nested mappings, lists and tuples of tensors and other values.
 
     Args:
         value: What to copy.

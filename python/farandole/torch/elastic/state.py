@@ -69,7 +69,7 @@ class _DictHandler(StateHandler):
         self._saved, self._spare = taken, self._saved
 
     def lend(self) -> Any:
-        """The copy that was kept last; it does not change before `take_back`."""
+        """Returns the copy that was kept last; it does not change before `take_back`."""
         self._lent = self._saved
         return self._lent
 
@@ -126,7 +126,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """The types that are handled, and their handlers; the first that fits counts."""
+    """Returns the types that are handled, and their handlers; the first that fits counts."""
     return _registry
 
 

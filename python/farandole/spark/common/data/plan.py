@@ -33,7 +33,7 @@ _FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpoi
 
 
 def fingerprint(df: DataFrame) -> str | None:
-    """A fingerprint of the sources and the computation of a DataFrame's plan.
+    """Returns a fingerprint of the sources and the computation of a DataFrame's plan.
 
     Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask `sameSemantics` as well.
 

@@ -224,7 +224,7 @@ class _File:
 
 
 def _record(**fields: Any) -> bytes:
-    """An event, as a file has it."""
+    """Returns an event, as a file has it."""
     data = io.BytesIO()
     event = _library("compat.proto.event_pb2").Event(wall_time=time.time(), **fields)
     _library("summary.writer.record_writer").RecordWriter(data).write(event.SerializeToString())
@@ -232,12 +232,12 @@ def _record(**fields: Any) -> bytes:
 
 
 def _library(name: str) -> Any:
-    """A module of TensorBoard. None of those that are used here loads TensorFlow."""
+    """Returns a module of TensorBoard. None of those that are used here loads TensorFlow."""
     return import_module(f"tensorboard.{name}")
 
 
 def _end(*, failed: bool) -> Any:
-    """The end of a run, as the tab HParams shows it."""
+    """Returns the end of a run, as the tab HParams shows it."""
     metadata, messages = _library("plugins.hparams.metadata"), _library("plugins.hparams.plugin_data_pb2")
     statuses = _library("plugins.hparams.api_pb2")
     status = statuses.STATUS_FAILURE if failed else statuses.STATUS_SUCCESS

@@ -95,7 +95,7 @@ class Part:
 
     @classmethod
     def of(cls, name: str, value: Any, told: str | None = None) -> Self:
-        """The part that a value is.
+        """Returns the part that a value is.
 
         Args:
             name: what messages call it.
@@ -114,7 +114,7 @@ class Difference:
     after: str
 
     def __str__(self) -> str:
-        """One clause about it."""
+        """Returns one clause about it."""
         if self.before == self.after:
             return f"{self.name} is another {self.after}"
         return f"{self.name} was {self.before} and is {self.after}"
@@ -160,7 +160,7 @@ class Fingerprint:
 
     @classmethod
     def of_json(cls, text: bytes | str) -> Self | None:
-        """The fingerprint of a file; `None` where it cannot be read, or is of another version.
+        """Returns the fingerprint of a file; `None` where it cannot be read, or is of another version.
 
         Args:
             text: what `to_json` returned.
@@ -176,7 +176,7 @@ class Fingerprint:
 
 
 def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE) -> list[Part]:
-    """The parameters of an estimator that decide the result.
+    """Returns the parameters of an estimator that decide the result.
 
     Args:
         estimator: whose they are.
@@ -198,7 +198,7 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
 
 
 def of_data(prepared: PreparedData) -> list[Part]:
-    """The rows on each side, by what their manifests say, or the footers of files from other programs.
+    """Returns the rows on each side, by what their manifests say, or the footers of files from other programs.
 
     Args:
         prepared: the data.

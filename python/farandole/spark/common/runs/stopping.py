@@ -42,7 +42,7 @@ class Monitor:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """A monitor, the name of one, or a dict of its fields.
+        """Returns a monitor, the name of one, or a dict of its fields.
 
         Raises:
             TypeError: something else, or a field that there is not.
@@ -58,7 +58,7 @@ class Monitor:
         )
 
     def value(self, entry: Entry) -> float:
-        """The number in an epoch's entry.
+        """Returns the number in an epoch's entry.
 
         Raises:
             ValueError: the history has no such number; the message names those it has.

@@ -24,7 +24,7 @@ _log = logging.getLogger("farandole")
 
 
 def told(values: dict[str, Any]) -> dict[str, Any]:
-    """The saved parts of an estimator's store and backend, as JSON.
+    """Returns the saved parts of an estimator's store and backend, as JSON.
 
     Args:
         values: parameters that are set, by name.

@@ -174,7 +174,7 @@ class Saved:
             durable.synchronize(directory)
 
     def metadata(self, kind: str | None = None) -> dict[str, Any]:
-        """The JSON of the last complete save.
+        """Returns the JSON of the last complete save.
 
         Args:
             kind: class whose save is preferred, where an overwriting save of another one was cut off.
@@ -196,7 +196,7 @@ class Saved:
         return last
 
     def parts(self, metadata: dict[str, Any]) -> dict[str, bytes]:
-        """The parts that belong to metadata.
+        """Returns the parts that belong to metadata.
 
         Args:
             metadata: as `metadata` returned it.
@@ -352,7 +352,7 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
 
 
 def _allowed() -> int:
-    """The value of the variable; 0 if it is not set.
+    """Returns the value of the variable; 0 if it is not set.
 
     Raises:
         ValueError: it is no number of bytes.
@@ -380,7 +380,7 @@ def _read(store: native.Store, where: str, names: list[str], most: int) -> Itera
 
 
 def _value(row: reader.Batch, name: str) -> bytes:
-    """The value of a column in a batch of one row."""
+    """Returns the value of a column in a batch of one row."""
     bounds, values = row.texts(name)
     first, last = memoryview(bounds).cast("q")
     return values if last - first == len(values) else values[first:last]
@@ -392,7 +392,7 @@ def _is_visible(name: str) -> bool:
 
 
 def _saves(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The objects of Spark ML among the lines; half a line is none."""
+    """Returns the objects of Spark ML among the lines; half a line is none."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):

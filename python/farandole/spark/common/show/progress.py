@@ -114,7 +114,7 @@ class Remaining:
         self._begun = None
 
     def __str__(self) -> str:
-        """A text such as `about 5 min left`; empty if the time is not known."""
+        """Returns a text such as `about 5 min left`; empty if the time is not known."""
         if self._begun is None or not self._begun[1] < self.done < 1:
             return ""
         began, before = self._begun
@@ -222,7 +222,7 @@ class Bar(Progress):
 
 
 def progress(verbose: int) -> Progress:
-    """The right way to show a fit here.
+    """Returns the right way to show a fit here.
 
     Args:
         verbose: the estimator's parameter.
@@ -255,7 +255,7 @@ def scores(entry: dict[str, Any]) -> str:
 
 
 def _told(seconds: float) -> str:
-    """A time in the unit that a reader would choose."""
+    """Returns a time in the unit that a reader would choose."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"

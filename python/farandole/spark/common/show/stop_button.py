@@ -138,7 +138,7 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
 
 
 def page(link: str, *, in_order: bool) -> str:
-    """The button in HTML, without any library.
+    """Returns the button in HTML, without any library.
 
     Args:
         link: Of the server.
@@ -201,7 +201,7 @@ def _plain(stop: Stop) -> Callable[[], None]:
 
 
 def _widget(stop: Stop) -> Callable[[], None] | None:
-    """The widget, where there is one whose clicks come while a cell runs."""
+    """Returns the widget, where there is one whose clicks come while a cell runs."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(getattr(shell, "kernel", None), "shell_channel_thread", None) is None:
         return None

@@ -86,7 +86,7 @@ class _Deferred(ModuleType):
         """Does nothing: no function is compiled."""
 
     def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """A function that the compiler, once it is there, will leave alone.
+        """Returns a function that the compiler, once it is there, will leave alone.
 
         Args:
             fn: the function; without one, a decorator is returned.

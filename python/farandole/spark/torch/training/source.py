@@ -86,7 +86,7 @@ class ModuleSource:
 
 
 def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Columns of NumPy or torch as tensors, without those of no numeric type.
+    """Returns columns of NumPy or torch as tensors, without those of no numeric type.
 
     Args:
         columns: by name, rows first.

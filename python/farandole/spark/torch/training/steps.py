@@ -57,7 +57,7 @@ class Stepper:
             _rebind(self.scheduler, optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that models and losses are called in."""
+        """Returns the context that models and losses are called in."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
@@ -109,7 +109,7 @@ class Stepper:
                 self.scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint besides the optimizer."""
+        """Returns the state for a checkpoint besides the optimizer."""
         state: dict[str, Any] = {}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
@@ -148,7 +148,7 @@ class Stepper:
         self._size = size
 
     def kept(self) -> dict[str, Any]:
-        """The state to which `go_on` returns."""
+        """Returns the state to which `go_on` returns."""
         return copy.deepcopy(self.state()) | {"size": self._size}
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ def save_into_bio_fn() -> Callable[[Any, Callable[[Any, io.BytesIO], Any]], io.B
 
 
 def serialize_fn() -> Callable[[Any], str | bytes]:
-    """A function that makes text of a model."""
+    """Returns a function that makes text of a model."""
 
     def serialize(model: Any) -> str | bytes:
         import torch  # noqa: PLC0415 - where it runs
@@ -56,7 +56,7 @@ def serialize_fn() -> Callable[[Any], str | bytes]:
 
 
 def deserialize_fn() -> Callable[[str | bytes], Any]:
-    """A function that makes a model of such text; it runs code of the text's author."""
+    """Returns a function that makes a model of such text; it runs code of the text's author."""
 
     def deserialize(model_bytes_base64: str | bytes) -> Any:
         import torch  # noqa: PLC0415 - where it runs

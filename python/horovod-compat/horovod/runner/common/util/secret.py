@@ -17,12 +17,12 @@ HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # noqa: S105 - the name of a variabl
 
 
 def make_secret_key() -> bytes:
-    """A new key."""
+    """Returns a new key."""
     return secrets.token_bytes(SECRET_LENGTH)
 
 
 def compute_digest(key: bytes, message: bytes) -> bytes:
-    """The HMAC of a message by SHA-256."""
+    """Returns the HMAC of a message by SHA-256."""
     return hmac.digest(key, message, hashlib.sha256)
 
 
