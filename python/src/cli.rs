@@ -45,7 +45,7 @@ fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
 }
 
 impl Here {
-    /// The found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
+    /// Returns the found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
     fn found<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
         found.unwrap_or_else(|error| {
             if !error.is_instance_of::<PyException>(py) {

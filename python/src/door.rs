@@ -29,7 +29,7 @@ fn joins() -> u64 {
     farandole_ffi::joins()
 }
 
-/// A capsule named `farandole.door` with the table's address, which stays valid until the process ends.
+/// Returns a capsule named `farandole.door` with the table's address, which stays valid until the process ends.
 #[pyfunction]
 fn capsule(py: Python<'_>) -> PyResult<Py<PyAny>> {
     let table: NonNull<c_void> = NonNull::from(farandole_ffi::door()).cast();

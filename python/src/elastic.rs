@@ -74,7 +74,7 @@ impl Discovery for Asked {
 }
 
 impl Asked {
-    /// A dictionary of slots by host, in its order; a host without a number has those of `slots_per_host`.
+    /// Returns a dictionary of slots by host, in its order; a host without a number has those of `slots_per_host`.
     fn read(&self, told: &Bound<'_, PyAny>) -> PyResult<Vec<HostSlots>> {
         let mut hosts = Vec::new();
         for item in told.call_method0("items")?.try_iter()? {

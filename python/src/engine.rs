@@ -159,13 +159,13 @@ fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
     py.detach(|| session::host(size, one_host)).map_err(|error| raise(error.fault(), &error))
 }
 
-/// The identity of this machine's memory: equal in processes that may share memory.
+/// Returns the identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
 fn here() -> String {
     farandole::registrar::host::facts().hash().0
 }
 
-/// A variable and its value for the processes that this one starts: they have not its rank.
+/// Returns a variable and its value for the processes that this one starts: they have not its rank.
 #[pyfunction]
 fn holder() -> Option<(&'static str, String)> {
     session::holder()
@@ -192,7 +192,7 @@ fn interruptible<T: Send>(
     }
 }
 
-/// Every process set: its number and its ranks.
+/// Returns every process set: its number and its ranks.
 #[pyfunction]
 fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
     let sets = current()?.process_sets();
@@ -522,7 +522,7 @@ fn submit_group<T>(
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }
 
-/// Memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
+/// Returns memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
 #[pyfunction]
 #[pyo3(signature = (bytes, /))]
 fn mapped(bytes: usize) -> PyResult<Mapped> {

@@ -40,7 +40,7 @@ pub(crate) fn error(failure: &Error) -> PyErr {
     raise(failure.fault(), failure)
 }
 
-/// The network of the first of these interfaces that this host has.
+/// Returns the network of the first of these interfaces that this host has.
 #[pyfunction]
 fn network_of(interfaces: Vec<String>) -> PyResult<String> {
     farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
@@ -75,7 +75,7 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
     Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())
 }
 
-/// The tasks of this host, and `(host, first task, task after the last)` of every other one.
+/// Returns the tasks of this host, and `(host, first task, task after the last)` of every other one.
 #[pyfunction]
 fn place(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
     let hosts: Vec<HostSlots> = hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
@@ -174,7 +174,7 @@ impl PyRemote {
     }
 }
 
-/// The program that was asked for, else the batch system's own, else ssh.
+/// Returns the program that was asked for, else the batch system's own, else ssh.
 pub(crate) fn shell(
     command: Option<&str>,
     port: Option<u16>,

@@ -61,7 +61,7 @@ fn number(level: LogLevel) -> u8 {
     LEVELS.iter().find(|(_, one)| *one == level).map_or(0, |(number, _)| *number)
 }
 
-/// The least grave level that a level of Python's lets through.
+/// Returns the least grave level that a level of Python's lets through.
 fn level(number: u8) -> LogLevel {
     LEVELS.iter().find(|(least, _)| *least >= number).map_or(LogLevel::Fatal, |(_, level)| *level)
 }

@@ -18,8 +18,8 @@ use pyo3::prelude::*;
 
 use crate::error::raise;
 
-/// Memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
-/// that is the contract of the whole module `engine`.
+/// Returns memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is
+/// consumed; that is the contract of the whole module `engine`.
 ///
 /// # Errors
 /// `ValueError` when the shape is larger than any memory, or nothing is at the address.
@@ -77,7 +77,7 @@ fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
     Ok(pointer)
 }
 
-/// The dtype with this number.
+/// Returns the dtype with this number.
 ///
 /// # Errors
 /// `ValueError` when there is none.
@@ -85,7 +85,7 @@ pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
     DataType::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
 }
 
-/// The reduction with this number.
+/// Returns the reduction with this number.
 ///
 /// # Errors
 /// `ValueError` when there is none.
@@ -107,7 +107,7 @@ enum Store {
 }
 
 impl Gathered {
-    /// The engine's memory, if the operation brought any.
+    /// Returns the engine's memory, if the operation brought any.
     pub(crate) fn of(completion: Completion) -> Option<Self> {
         let store = match (completion.output, completion.room) {
             (Some(memory), _) => Store::Host(memory),
@@ -131,7 +131,7 @@ impl Gathered {
         }
     }
 
-    /// The GPU that the memory is on, if it is on one.
+    /// Returns the GPU that the memory is on, if it is on one.
     #[getter]
     fn ordinal(&self) -> Option<u32> {
         match &self.store {

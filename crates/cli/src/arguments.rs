@@ -8,7 +8,7 @@ use clap::{ArgMatches, Command};
 use crate::run::flags::FLAGS;
 use crate::{agent, bench, data, demo, explain, run, simulate, store, timeline, ui};
 
-/// The whole command.
+/// Returns the whole command.
 pub(crate) fn command() -> Command {
     Command::new("farandole")
         .version(env!("CARGO_PKG_VERSION"))

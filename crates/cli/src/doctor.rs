@@ -143,7 +143,7 @@ fn packages(page: &mut Page, title: &str, wanted: &[(&str, &str, &str)], modules
     }
 }
 
-/// The version, and whose it is where that is not clear from the module's name.
+/// Returns the version, and whose it is where that is not clear from the module's name.
 fn provided(module: &str, providers: &[Distribution]) -> String {
     let one = |Distribution { name, version }: &Distribution| match name == module {
         true => version.clone(),

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use crate::bench::bytes;
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     let number = |name: &'static str, value: &'static str, default: &'static str, help: &'static str| {
         Arg::new(name)

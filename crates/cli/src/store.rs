@@ -12,7 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::config::environment;
 use farandole::store::{Options, Store, configure, is_free, stale, sweep};
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     let url =
         || Arg::new("url").value_name("URL").required(true).help("A path or URL, such as s3://bucket/prefix");
@@ -58,7 +58,7 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// The command with the options of stores.
+/// Returns the command with the options of stores.
 pub(crate) fn with_options(command: Command) -> Command {
     command
         .arg(
@@ -112,7 +112,7 @@ fn is_elsewhere(value: &str) -> bool {
     value == "-" || value.starts_with("env:") || value.starts_with("file:")
 }
 
-/// The options of a file, and over them those of the command line, each with the value that it stands for.
+/// Returns the options of a file, and over them those of the command line, each with the value that it stands for.
 fn options(
     given: Vec<(String, String)>,
     file: Option<&str>,

@@ -12,16 +12,16 @@ use farandole::telemetry::Metric;
 
 /// The interpreter's side.
 pub trait Surroundings {
-    /// The request of the signals so far.
+    /// Returns the request of the signals so far.
     fn wish(&self) -> Wish;
 
-    /// The interpreter, and what is installed in it. Nothing is imported to find out.
+    /// Returns the interpreter, and what is installed in it. Nothing is imported to find out.
     fn python(&self) -> Python;
 
     /// Folder of the Python package.
     fn package(&self) -> PathBuf;
 
-    /// The packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
+    /// Returns the packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 
     /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.

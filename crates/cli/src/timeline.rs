@@ -13,7 +13,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::telemetry::{Record, Sink};
 use farandole::ui::timeline::{KIND, Pieces, merge};
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     Command::new("timeline")
         .about(

@@ -18,7 +18,7 @@ use crate::surroundings::Surroundings;
 /// Interval at which signals are handled while the page is served.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     store::with_options(Command::new("ui"))
         .about(
@@ -67,7 +67,7 @@ fn page(surroundings: &dyn Surroundings) -> PathBuf {
     surroundings.package().join("ui")
 }
 
-/// A path of this host as it is from its root; a URL as it is.
+/// Returns a path of this host as it is from its root; a URL as it is.
 pub(crate) fn absolute(store: String) -> String {
     if store.contains(":/") {
         return store;

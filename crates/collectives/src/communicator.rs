@@ -85,7 +85,7 @@ pub enum Operation {
 
 /// Runs operations among a fixed set of members, in submission order. Nothing here blocks.
 pub trait Communicator: Send {
-    /// Number of members.
+    /// Returns the number of members.
     fn size(&self) -> usize;
 
     /// This process's position among them.
@@ -126,7 +126,7 @@ pub trait Communicator: Send {
         false
     }
 
-    /// A remark for the user that is no failure; given once.
+    /// Returns a remark for the user that is no failure; given once.
     fn remark(&mut self) -> Option<String> {
         None
     }
@@ -147,8 +147,8 @@ pub trait Communicator: Send {
     /// later calls fail.
     fn abandon(&mut self) {}
 
-    /// Memory of the communicator's device for a result of so many bytes, at least one: only operations submitted
-    /// from now on may write it.
+    /// Returns memory of the communicator's device for a result of so many bytes, at least one: only operations
+    /// submitted from now on may write it.
     ///
     /// # Errors
     /// `Device` when the device has none left; `Shape` where there is no device.
@@ -163,7 +163,7 @@ pub trait Communicator: Send {
 /// Memory of a device that an operation fills; the device gets it back when the bytes were fetched, or this was
 /// dropped.
 pub trait Room: Send + Sync {
-    /// The memory, for the operation alone: to be used no longer than this lives.
+    /// Returns the memory, for the operation alone: to be used no longer than this lives.
     fn buffer(&self) -> Buffer;
 
     /// Has a stream of the framework's move the bytes to memory of the same device, after `reached`, and give this memory
@@ -212,7 +212,7 @@ pub trait Event: Send + Sync {
     /// `Device` when the work failed.
     fn is_ready(&self) -> Result<bool>;
 
-    /// The device.
+    /// Returns the device.
     fn ordinal(&self) -> u32;
 
     /// Makes later work on a stream of the device wait for this. The host does not wait.
@@ -231,13 +231,14 @@ pub trait Fabric: Send + Sync {
     /// cards alone. This member is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
 
-    /// A remark for the user about the communicator of members with these cards, if they can have one.
+    /// Returns a remark for the user about the communicator of members with these cards, if they can have one.
     fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
         None
     }
 
-    /// A name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the first member
-    /// alone, and only when nothing is in the way: with it a port may be opened, which forming the communicator closes.
+    /// Returns a name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the
+    /// first member alone, and only when nothing is in the way: with it a port may be opened, which forming the
+    /// communicator closes.
     ///
     /// # Errors
     /// Why there is none.

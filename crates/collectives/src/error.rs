@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
+    /// Returns the reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Transport(_) | Self::Lost { .. } => Fault::Peer,

@@ -29,7 +29,7 @@ pub struct Knob {
 }
 
 impl Knob {
-    /// The accepted values, with the limits of this knob.
+    /// Returns the accepted values, with the limits of this knob.
     pub fn takes(&self) -> &'static str {
         if self.expected == Duration::EXPECTED { limits(self.key).expected } else { self.expected }
     }
@@ -123,7 +123,7 @@ impl Limits {
     }
 }
 
-/// The limits of a knob; those of most durations are the last.
+/// Returns the limits of a knob; those of most durations are the last.
 fn limits(key: &str) -> Limits {
     const DAY: Duration = Duration::from_secs(86_400);
     let tenth = Duration::from_millis(100);

@@ -85,7 +85,7 @@ pub trait Value: Sized {
     const EXPECTED: &'static str;
     /// Reads one value; `None` when the text is none.
     fn parse(text: &str) -> Option<Self>;
-    /// The value, if it is a duration: these have limits.
+    /// Returns the value, if it is a duration: these have limits.
     fn duration(&self) -> Option<Duration> {
         None
     }

@@ -96,7 +96,7 @@ impl Open {
         drop(self.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
     }
 
-    /// An event after what is on a stream now.
+    /// Returns an event after what is on a stream now.
     fn mark(self: &Arc<Self>, stream: Stream, keep: Vec<Buffer>) -> Result<Reached> {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
@@ -137,7 +137,7 @@ impl Drop for Open {
 }
 
 impl Gpu {
-    /// The GPU of this number among those that the process sees; nothing is asked of it yet.
+    /// Returns the GPU of this number among those that the process sees; nothing is asked of it yet.
     pub fn new(driver: Driver, ordinal: u32) -> Self {
         Self { ordinal, driver, opened: Mutex::new(None) }
     }
@@ -151,7 +151,7 @@ impl Gpu {
         Ok(Arc::clone(opened.insert(open)))
     }
 
-    /// An event after everything the framework has put on this stream so far.
+    /// Returns an event after everything the framework has put on this stream so far.
     ///
     /// # Errors
     /// `Driver`; `Captured` when that is noted down for a graph.
@@ -170,7 +170,7 @@ impl Gpu {
         &self.driver
     }
 
-    /// A stream for a communicator of its own.
+    /// Returns a stream for a communicator of its own.
     ///
     /// # Errors
     /// `Driver`.
@@ -178,7 +178,7 @@ impl Gpu {
         GpuLane::new(self.open()?)
     }
 
-    /// The context, for kernels.
+    /// Returns the context, for kernels.
     ///
     /// # Errors
     /// `Driver`.

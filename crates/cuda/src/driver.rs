@@ -160,12 +160,12 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The functions.
+    /// Returns the functions.
     pub(crate) fn table(&self) -> &Table {
         &self.table
     }
 
-    /// The newest version of CUDA it serves, such as 13020.
+    /// Returns the newest version of CUDA it serves, such as 13020.
     ///
     /// # Errors
     /// `Driver`.
@@ -192,7 +192,7 @@ impl Driver {
         }
     }
 
-    /// The driver's own number of a device.
+    /// Returns the driver's own number of a device.
     ///
     /// # Errors
     /// `Driver` when there is no such device.
@@ -204,7 +204,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// The properties of a device. No context is made for it.
+    /// Returns the properties of a device. No context is made for it.
     ///
     /// # Errors
     /// `Driver` when there is no such device.
@@ -247,7 +247,7 @@ impl Driver {
         own && table.window_open.is_some() && table.window_close.is_some()
     }
 
-    /// The context that the framework uses, too.
+    /// Returns the context that the framework uses, too.
     ///
     /// # Errors
     /// `Driver`.
@@ -309,12 +309,12 @@ impl Drop for Context {
 }
 
 impl Context {
-    /// The driver.
+    /// Returns the driver.
     pub fn driver(&self) -> &Driver {
         &self.driver
     }
 
-    /// The device's number among those that this process sees.
+    /// Returns the device's number among those that this process sees.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
@@ -347,7 +347,7 @@ impl Context {
         Ok(status)
     }
 
-    /// A stream that does not wait for the default one, of the highest priority.
+    /// Returns a stream that does not wait for the default one, of the highest priority.
     ///
     /// # Errors
     /// `Driver`.
@@ -377,7 +377,7 @@ impl Context {
         Ok(state != 0)
     }
 
-    /// An event without a time.
+    /// Returns an event without a time.
     ///
     /// # Errors
     /// `Driver`.
@@ -400,7 +400,7 @@ impl Context {
         }
     }
 
-    /// Memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for what is put on the stream from now on.
     ///
     /// # Errors
     /// `Driver` when there is none left.
@@ -417,8 +417,8 @@ impl Context {
         Ok(address)
     }
 
-    /// A pool of our own. The default pool returns its memory to the system at each wait for a stream, and allocates
-    /// again for the next result, which takes longer than most results.
+    /// Returns a pool of our own. The default pool returns its memory to the system at each wait for a stream, and
+    /// allocates again for the next result, which takes longer than most results.
     fn pool(&self) -> Option<MemoryPool> {
         let table = self.driver.table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;

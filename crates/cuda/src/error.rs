@@ -92,7 +92,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
+    /// Returns the reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Arguments { .. } | Self::Captured { .. } => Fault::Usage,

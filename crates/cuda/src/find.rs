@@ -59,7 +59,7 @@ impl Kind {
         }
     }
 
-    /// A function that every version has.
+    /// Returns a function that every version has.
     pub(crate) const fn probe(self) -> &'static std::ffi::CStr {
         match self {
             Self::Driver => c"cuInit",
@@ -80,7 +80,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// The folders of a knob, separated by colons, and the packages next to this library.
+    /// Returns the folders of a knob, separated by colons, and the packages next to this library.
     pub fn of(named: &str) -> Self {
         let named = named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
         // The library this function is in: an extension in a package next to others.

@@ -62,8 +62,8 @@ impl Gpus {
         Self { registers: true, ..self }
     }
 
-    /// Memory of a GPU that communicators register, for work in the order of this stream; nothing where none is to be, or
-    /// this version of NCCL has none.
+    /// Returns memory of a GPU that communicators register, for work in the order of this stream; nothing where none
+    /// is to be, or this version of NCCL has none.
     ///
     /// # Errors
     /// `Nccl` when there is none left; as [`Gpus::open`].
@@ -76,7 +76,8 @@ impl Gpus {
         self.registers.then(|| self.nccl().ok()).flatten().filter(Nccl::registers)
     }
 
-    /// The GPU of this number among those that the process sees. Wheels of libraries are also looked for in `packages`.
+    /// Returns the GPU of this number among those that the process sees. Wheels of libraries are also looked for in
+    /// `packages`.
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Driver`: also when there is no such GPU.

@@ -58,8 +58,8 @@ impl Batch {
     }
 }
 
-/// The launches for tensors, given as address and number of elements, that lie one after the other in a buffer whose
-/// elements have `size` bytes; and the bytes of that buffer.
+/// Returns the launches for tensors, given as address and number of elements, that lie one after the other in a
+/// buffer whose elements have `size` bytes; and the bytes of that buffer.
 ///
 /// # Errors
 /// `Arguments` for more than a launch can number.
@@ -140,7 +140,7 @@ impl Inputs {
     }
 }
 
-/// A type's name in kernels.
+/// Returns a type's name in kernels.
 fn name_of(dtype: DataType) -> Option<&'static str> {
     Some(match dtype {
         DataType::U8 => "u8",
@@ -162,7 +162,8 @@ fn name_of(dtype: DataType) -> Option<&'static str> {
     })
 }
 
-/// The kernel that moves tensors of a type into a buffer of another, or back; without its `pack_` or `unpack_`.
+/// Returns the kernel that moves tensors of a type into a buffer of another, or back; without its `pack_` or
+/// `unpack_`.
 ///
 /// # Errors
 /// `Arguments` where there is none: types that differ are `float32` and a half, and only floats are multiplied.
@@ -177,7 +178,7 @@ pub fn move_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<Stri
     }
 }
 
-/// The kernel that reduces a type.
+/// Returns the kernel that reduces a type.
 ///
 /// # Errors
 /// `Arguments` where there is none.
@@ -315,7 +316,7 @@ impl Kernels {
         unsafe { self.launch(&reduce_name(dtype)?, blocks_for(count), stream, &mut arguments) }
     }
 
-    /// Bytes on the device that [`Kernels::adasum`] needs for itself.
+    /// Returns the bytes on the device that [`Kernels::adasum`] needs for itself.
     pub fn adasum_scratch(count: u64) -> u64 {
         u64::from(blocks_for(count)) * 24
     }

@@ -69,7 +69,7 @@ impl Column {
         self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 
-    /// Bytes of one row, when that is fixed.
+    /// Returns the bytes of one row, when that is fixed.
     pub fn width(&self) -> Option<u64> {
         self.element.width().map(|width| (width as u64).saturating_mul(self.elements()))
     }
@@ -112,7 +112,7 @@ pub struct DataFile {
 }
 
 impl DataFile {
-    /// A file as its writer or its footer describes it.
+    /// Returns a file as its writer or its footer describes it.
     pub fn new(path: String, bytes: u64, groups: Vec<RowGroup>) -> Self {
         let rows = groups.iter().map(|group| group.rows).sum();
         Self {
@@ -185,7 +185,7 @@ impl Manifest {
         serde_json::to_string(self).map_err(|source| Error::Syntax { source })
     }
 
-    /// The column of this name.
+    /// Returns the column of this name.
     ///
     /// # Errors
     /// There is none; the error lists what there is.

@@ -24,7 +24,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The operation with this number.
+    /// Returns the operation with this number.
     pub fn from_number(number: u32) -> Option<Self> {
         const ALL: [Operation; 7] = [
             Operation::Allreduce,
@@ -60,7 +60,7 @@ pub enum Code {
 }
 
 impl Code {
-    /// The code with this number; a number from a newer table is taken for a bug.
+    /// Returns the code with this number; a number from a newer table is taken for a bug.
     pub fn from_number(number: u32) -> Self {
         match number {
             0 => Self::Good,

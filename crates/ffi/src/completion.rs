@@ -96,7 +96,7 @@ struct Gathering {
     failure: Option<Failure>,
 }
 
-/// One callback for each of `count` requests; the last to run tells the receiver.
+/// Returns one callback for each of `count` requests; the last to run tells the receiver.
 pub(crate) fn callbacks(receiver: Receiver, count: usize) -> Vec<Callback> {
     let gathering = Arc::new(Mutex::new(Gathering {
         receiver: Some(receiver),

@@ -34,7 +34,7 @@ fn counted<T>(session: &Arc<Session>, look: impl FnOnce(&mut Counts) -> T) -> T 
     look(counts.insert(known))
 }
 
-/// The suffix of a name in a set of this session, with a dot before it.
+/// Returns the suffix of a name in a set of this session, with a dot before it.
 pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank]>) -> String {
     counted(session, |counts| {
         let everybody = set == ProcessSetId::GLOBAL;

@@ -15,7 +15,7 @@ use farandole_door::{Call, Operation};
 use crate::message::Failure;
 use crate::names;
 
-/// The engine's requests.
+/// Returns the engine's requests.
 ///
 /// # Safety
 /// What `requests` point at is valid as `farandole_door::Door::submit` demands.

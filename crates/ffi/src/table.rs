@@ -27,7 +27,7 @@ static DOOR: Door = Door { version: VERSION, bytes: BYTES, submit, place, free: 
 /// Longest attended wait before it begins again; the engine's own deadlines end it.
 const SLICE: Duration = Duration::from_secs(3600);
 
-/// The table of this process, valid until it ends.
+/// Returns the table of this process, valid until it ends.
 pub fn door() -> &'static Door {
     &DOOR
 }
@@ -113,7 +113,7 @@ fn attend(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver
     Ok(())
 }
 
-/// The first failure, or all completions.
+/// Returns the first failure, or all completions.
 fn merged(
     results: Result<Vec<Completion>, Failure>,
     result: Result<Completion, Failure>,

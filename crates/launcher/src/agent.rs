@@ -259,7 +259,7 @@ impl Run {
         }
     }
 
-    /// The outcome of an error before there was a worker.
+    /// Returns the outcome of an error before there was a worker.
     fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
         let task = self.task.task;
         let mut again = false;

@@ -107,7 +107,7 @@ impl<'a> Crew<'a> {
         Ok(())
     }
 
-    /// The events since the last call.
+    /// Returns the events since the last call.
     pub(crate) fn news(&mut self) -> Vec<News> {
         let mut news = Vec::new();
         self.agents.retain(|task, agent| match agent.wait(Duration::ZERO) {
@@ -139,7 +139,7 @@ impl<'a> Crew<'a> {
         news
     }
 
-    /// The connection that has a task, if its end was not heard of.
+    /// Returns the connection that has a task, if its end was not heard of.
     pub(crate) fn elsewhere(&mut self, task: u32) -> Option<&mut Elsewhere> {
         self.hosts.iter_mut().find(|host| host.open.contains(&task))
     }

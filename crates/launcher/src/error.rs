@@ -82,7 +82,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The first error, or all hosts' in one.
+    /// Returns the first error, or all hosts' in one.
     pub(crate) fn of_hosts(mut errors: Vec<Self>) -> Option<Self> {
         let of_hosts = errors.iter().filter(|error| matches!(error, Self::Host { .. })).count();
         if of_hosts < 2 {

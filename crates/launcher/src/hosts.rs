@@ -17,7 +17,7 @@ pub struct HostSlots {
 }
 
 impl HostSlots {
-    /// A host with `slots` slots.
+    /// Returns a host with `slots` slots.
     pub fn new(host: impl Into<String>, slots: u32) -> Self {
         Self { host: host.into(), slots }
     }
@@ -105,7 +105,7 @@ pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
     Ok(placements)
 }
 
-/// One host for each name, in the order of first mention.
+/// Returns one host for each name, in the order of first mention.
 pub(crate) fn merged(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
     let mut merged: Vec<HostSlots> = Vec::with_capacity(hosts.len());
     for host in hosts {

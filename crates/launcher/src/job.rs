@@ -51,7 +51,7 @@ pub struct Job {
 type Assigned<'a> = dyn Fn(&World) + 'a;
 
 impl Job {
-    /// A job of this host alone.
+    /// Returns a job of this host alone.
     pub fn here(
         num_proc: u32,
         command: Vec<String>,

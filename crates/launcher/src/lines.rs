@@ -88,7 +88,7 @@ impl Tail {
         self.lines.push_back(line[..line.floor_char_boundary(MAX_TAIL_LINE)].to_owned());
     }
 
-    /// The lines, oldest first.
+    /// Returns the lines, oldest first.
     pub(crate) fn lines(&self) -> impl Iterator<Item = &str> {
         self.lines.iter().map(String::as_str)
     }

@@ -38,7 +38,8 @@ pub(crate) fn master(
     Ok(master)
 }
 
-/// The address of this host that the registrar sees, unless both are one host: then any that others can reach.
+/// Returns the address of this host that the registrar sees, unless both are one host: then any that others can
+/// reach.
 fn reachable(client: &Client) -> IpAddr {
     client
         .local_address()

@@ -11,7 +11,7 @@ use farandole_registrar::host;
 use crate::error::Result;
 use crate::hosts::{HostSlots, Placement, place};
 
-/// The tasks of this host, and those of every other one. No hosts: all stay here.
+/// Returns the tasks of this host, and those of every other one. No hosts: all stay here.
 ///
 /// # Errors
 /// `Usage` when there are fewer slots than tasks.

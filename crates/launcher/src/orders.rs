@@ -76,7 +76,7 @@ pub struct Hello {
 }
 
 impl Hello {
-    /// The identity of this process.
+    /// Returns the identity of this process.
     pub fn new(python: String, executable: String) -> Self {
         let farandole = env!("CARGO_PKG_VERSION").to_owned();
         let host = farandole_registrar::host::facts().hostname;
@@ -164,7 +164,7 @@ impl Ended {
         TaskId(self.task)
     }
 
-    /// Its content, for the launcher; an agent that could not run its worker is an error that names `host`.
+    /// Returns its content, for the launcher; an agent that could not run its worker is an error that names `host`.
     pub(crate) fn outcome(self, host: &str, result: Option<Vec<u8>>) -> Result<Outcome> {
         if let Some(reason) = self.refused {
             return Err(Error::Host { host: host.to_owned(), reason });

@@ -143,7 +143,7 @@ impl Remote {
         Ok(remote)
     }
 
-    /// The host.
+    /// Returns the host.
     pub fn host(&self) -> &str {
         &self.host
     }

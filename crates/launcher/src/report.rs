@@ -17,7 +17,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The worker that failed first.
+    /// Returns the worker that failed first.
     pub fn first_failure(&self) -> Option<&Outcome> {
         self.outcomes.iter().find(|outcome| !outcome.aborted && !outcome.is_success())
     }

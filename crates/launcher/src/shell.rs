@@ -124,13 +124,13 @@ impl Shell {
         Self::fixed(&[program, "exec", "-i", HOST, "--", "/bin/sh", "-c"])
     }
 
-    /// The program and its arguments that run `script`, a line of POSIX shell, on `host`.
+    /// Returns the program and its arguments that run `script`, a line of POSIX shell, on `host`.
     pub(crate) fn argv(&self, host: &str, script: &str) -> Vec<String> {
         let words = self.words.iter().map(|word| word.replace(HOST, host));
         words.chain([script.to_owned()]).collect()
     }
 
-    /// The program.
+    /// Returns the program.
     pub(crate) fn program(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
@@ -140,7 +140,7 @@ impl Shell {
     }
 }
 
-/// A word as a POSIX shell reads it back.
+/// Returns a word as a POSIX shell reads it back.
 pub(crate) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

@@ -41,7 +41,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// A program of this host alone, without payload and result.
+    /// Returns a program of this host alone, without payload and result.
     pub fn program(
         command: Vec<String>,
         environment: BTreeMap<String, Option<String>>,
@@ -69,7 +69,7 @@ impl Work {
         Ok(())
     }
 
-    /// A task of this host.
+    /// Returns a task of this host.
     pub(crate) fn here(&self, ticket: &Ticket, task: u32, output: Output, elastic: bool) -> Task {
         Task {
             ticket: ticket.clone(),

@@ -351,7 +351,7 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
     }
 }
 
-/// A pipe whose ends are above the standard descriptors, which the child sets again.
+/// Returns a pipe whose ends are above the standard descriptors, which the child sets again.
 fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     let system = |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
@@ -378,7 +378,7 @@ fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'stati
         .map_err(|source| Error::System { what: "starting a thread", source })
 }
 
-/// The result of a thread, if it ends in time; otherwise it is left alone.
+/// Returns the result of a thread, if it ends in time; otherwise it is left alone.
 fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {

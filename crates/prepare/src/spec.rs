@@ -123,13 +123,13 @@ impl Spec {
         Ok(spec)
     }
 
-    /// The replacement of nulls and NaN of `column`, and whether it was given for this column alone.
+    /// Returns the replacement of nulls and NaN of `column`, and whether it was given for this column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
-    /// The role of `column`.
+    /// Returns the role of `column`.
     pub fn role(&self, column: &str) -> Role {
         if self.weight.as_deref() == Some(column) {
             Role::Weight

@@ -40,7 +40,7 @@ impl Failing {
         RETRY
     }
 
-    /// The next connection, however many attempts fail before.
+    /// Returns the next connection, however many attempts fail before.
     pub(crate) async fn next(&mut self, listener: &TcpListener) -> (TcpStream, SocketAddr) {
         loop {
             match listener.accept().await {

@@ -21,7 +21,8 @@ const MOST: usize = 1 << 20;
 /// Hexadecimal digits that end the hash of a host.
 const DIGITS: usize = 16;
 
-/// A world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same rule.
+/// Returns a world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same
+/// rule.
 pub(crate) fn encode_world(world: &World) -> Bytes {
     let mut hosts: BTreeMap<&HostHash, Vec<u32>> = BTreeMap::new();
     for seat in &world.seats {
@@ -51,7 +52,7 @@ fn follows_rule(world: &World) -> bool {
     assign(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
-/// The world in `bytes`, seen from `task`. The error says what is wrong with it.
+/// Returns the world in `bytes`, seen from `task`. The error says what is wrong with it.
 pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> {
     let message = wire::World::decode(bytes).map_err(|error| error.to_string())?;
     let mut places = Vec::new();
@@ -94,7 +95,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     world.seen_from(rank).map_err(|error| error.to_string())
 }
 
-/// The places as `order` lists their tasks.
+/// Returns the places as `order` lists their tasks.
 fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, String> {
     if places.len() != order.len() {
         return Err(format!("{} tasks have places, and {} ranks", places.len(), order.len()));
@@ -109,7 +110,7 @@ fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, Str
         .collect()
 }
 
-/// A hash's name and digest; all of it is the name where it does not end in a digest.
+/// Returns a hash's name and digest; all of it is the name where it does not end in a digest.
 fn parts(hash: &str) -> (&str, Option<u64>) {
     hash.rsplit_once('-')
         .filter(|(_, digits)| digits.len() == DIGITS && digits.bytes().all(is_digit))
@@ -128,7 +129,7 @@ fn split_at_difference<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
     (u32::try_from(shared).unwrap_or(0), other.get(shared..).unwrap_or(other))
 }
 
-/// Numbers as how many are left out, how many taken, and so on.
+/// Returns the numbers as how many are left out, how many taken, and so on.
 fn runs(tasks: &[u32]) -> Vec<u32> {
     let mut runs: Vec<u32> = Vec::new();
     let mut next = 0u32;
@@ -203,7 +204,7 @@ impl TryFrom<wire::ExitRequest> for Exit {
     }
 }
 
-/// The records of a batch, lines first.
+/// Returns the records of a batch, lines first.
 pub(crate) fn records(
     batch: wire::RecordBatch,
     task: u32,
@@ -247,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Ranks that no rule gives.
+    /// Returns the ranks that no rule gives.
     fn backwards(generation: Generation, places: &[TaskPlace]) -> Result<World, farandole_world::Error> {
         let places: Vec<TaskPlace> = places.iter().rev().cloned().collect();
         assign_as_listed(generation, &places)

@@ -63,7 +63,7 @@ impl fmt::Display for How {
     }
 }
 
-/// The name of a Linux signal, such as `SIGKILL`.
+/// Returns the name of a Linux signal, such as `SIGKILL`.
 pub const fn signal_name(signal: i32) -> Option<&'static str> {
     Some(match signal {
         1 => "SIGHUP",

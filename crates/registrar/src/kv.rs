@@ -113,12 +113,12 @@ impl KeyValues {
         Ok(value)
     }
 
-    /// The value of `key`, if it has one.
+    /// Returns the value of `key`, if it has one.
     pub(crate) fn held(&self, generation: Generation, key: &str) -> Option<Bytes> {
         self.slots.get(key).filter(|_| generation == self.generation)?.value.clone()
     }
 
-    /// All keys that have values.
+    /// Returns all keys that have values.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = Pair> {
         self.slots.iter().filter_map(|(key, slot)| {
             Some(Pair { generation: self.generation, key: key.clone(), value: slot.value.clone()? })

@@ -134,7 +134,7 @@ impl Meetings {
         self.note = Some(Box::new(note));
     }
 
-    /// The worlds that have formed since there is a note, in their order.
+    /// Returns the worlds that have formed since there is a note, in their order.
     pub(crate) fn formed(&self) -> &[Formed] {
         &self.formed
     }
@@ -310,7 +310,7 @@ impl Meetings {
         }
     }
 
-    /// The members of a world that have not come, ascending.
+    /// Returns the members of a world that have not come, ascending.
     pub(crate) fn missing(&self, generation: Generation, members: &Members) -> Vec<u32> {
         let group = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
         let here = |rank: &u32| group.is_some_and(|group| group.cards.contains_key(rank));

@@ -64,7 +64,7 @@ impl Ticket {
         Self { token, fingerprint, job_id, addresses }
     }
 
-    /// The job.
+    /// Returns the job.
     pub fn job_id(&self) -> &JobId {
         &self.job_id
     }
@@ -74,7 +74,7 @@ impl Ticket {
         &self.addresses
     }
 
-    /// The key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the token.
+    /// Returns the key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the token.
     pub fn link_key(&self) -> [u8; 32] {
         // HMAC takes keys of any length, so the error arm cannot be reached.
         match Hmac::<Sha256>::new_from_slice(&self.token.0) {
@@ -86,19 +86,19 @@ impl Ticket {
         }
     }
 
-    /// The same ticket with another token, as a guess has. For tests.
+    /// Returns the same ticket with another token, as a guess has. For tests.
     #[doc(hidden)]
     pub fn forged_token(&self) -> Self {
         Self { token: Token::random(), ..self.clone() }
     }
 
-    /// The same ticket leading elsewhere. For tests.
+    /// Returns the same ticket leading elsewhere. For tests.
     #[doc(hidden)]
     pub fn readdressed(&self, addresses: &[String]) -> Self {
         Self { addresses: addresses.to_vec(), ..self.clone() }
     }
 
-    /// The secret text. `Display` is left out on purpose: a ticket in a log lets its readers in.
+    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log lets its readers in.
     pub fn encode(&self) -> String {
         let mut bytes = Vec::with_capacity(256);
         bytes.extend_from_slice(&self.token.0);

@@ -61,12 +61,12 @@ impl Bell {
         Ok(Self { memory, event, mapping, guard: Guard::new() })
     }
 
-    /// The descriptors that a peer needs to ring: the page and the eventfd.
+    /// Returns the descriptors that a peer needs to ring: the page and the eventfd.
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
         [self.memory.as_fd(), self.event.as_fd()]
     }
 
-    /// The eventfd, to wait on.
+    /// Returns the eventfd, to wait on.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }

@@ -52,7 +52,7 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// A guard of this process.
+    /// Returns a guard of this process.
     pub fn new() -> Self {
         Self { token: token() }
     }

@@ -116,7 +116,7 @@ impl Region {
         self.mapping.head()
     }
 
-    /// The card that others need to map it.
+    /// Returns the card that others need to map it.
     pub fn card(&self) -> &RegionCard {
         &self.card
     }

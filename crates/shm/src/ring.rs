@@ -127,12 +127,12 @@ impl Producer {
         Self { ring, tail: 0, offset: 0, granted: 0 }
     }
 
-    /// Bytes the ring holds.
+    /// Returns the bytes the ring holds.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
 
-    /// All free space. When the ring is not empty the consumer is asked to tell of its next release.
+    /// Returns all free space. When the ring is not empty the consumer is asked to tell of its next release.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.
@@ -211,12 +211,12 @@ impl Consumer {
         Self { ring, head: 0, offset: 0, granted: 0 }
     }
 
-    /// Bytes the ring holds.
+    /// Returns the bytes the ring holds.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
 
-    /// All bytes that are committed and not released.
+    /// Returns all bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.
@@ -254,7 +254,7 @@ impl Consumer {
         Ok(self.ring.cursors().release(self.head))
     }
 
-    /// Bytes that are committed and not released.
+    /// Returns the bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`.

@@ -34,7 +34,7 @@ struct Tree<'a> {
 }
 
 impl Control {
-    /// A round on a cluster.
+    /// Returns a round on a cluster.
     ///
     /// # Errors
     /// `Cluster`.

@@ -50,7 +50,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The reactions that are open to the caller.
+    /// Returns the reactions that are open to the caller.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => Fault::Usage,

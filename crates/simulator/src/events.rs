@@ -261,7 +261,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The steps that come after each: those of step `k` are from `starts[k]` on.
+/// Returns the steps that come after each: those of step `k` are from `starts[k]` on.
 fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
     let mut next = vec![0; starts.last().copied().unwrap_or_default() as usize];
     let mut filled = starts.to_vec();
@@ -299,7 +299,7 @@ fn index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// Bytes as a number to compute with; whole up to 2^53.
+/// Returns the bytes as a number to compute with; whole up to 2^53.
 #[expect(clippy::cast_precision_loss, reason = "no message is that long")]
 pub(crate) fn float(bytes: u64) -> f64 {
     bytes as f64

@@ -42,7 +42,7 @@ pub struct Forming {
 }
 
 impl Forming {
-    /// A world on a cluster whose registrar runs on one core of a host of its own.
+    /// Returns a world on a cluster whose registrar runs on one core of a host of its own.
     ///
     /// # Errors
     /// `Cluster`.

@@ -181,7 +181,7 @@ impl LinkReceiver for Receiver {
     }
 }
 
-/// An allreduce of `float32` zeros by real communicators, whose rings hold `capacity` bytes.
+/// Returns an allreduce of `float32` zeros by real communicators, whose rings hold `capacity` bytes.
 ///
 /// # Errors
 /// `Collectives` when one fails, `Stuck` when all wait for each other.

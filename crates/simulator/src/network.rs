@@ -94,7 +94,7 @@ impl Network {
     }
 }
 
-/// A number from 0 to 1 for each message: the same in every run.
+/// Returns a number from 0 to 1 for each message: the same in every run.
 pub(crate) fn chance(message: u64) -> f64 {
     // SplitMix64.
     let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -41,7 +41,7 @@ impl Step {
         self.alone.as_secs_f64() / self.time.as_secs_f64().max(1e-12)
     }
 
-    /// A step of a model.
+    /// Returns a step of a model.
     ///
     /// # Errors
     /// Those of [`Collective::simulate`].

@@ -36,7 +36,7 @@ pub(crate) enum Backend {
 }
 
 impl Backend {
-    /// The backend of a location; nothing is touched yet.
+    /// Returns the backend of a location; nothing is touched yet.
     ///
     /// # Errors
     /// Options that the backend does not have.
@@ -59,7 +59,7 @@ impl Backend {
         })
     }
 
-    /// The backend of requests.
+    /// Returns the backend of requests.
     ///
     /// # Errors
     /// As [`Backend::of`].

@@ -133,7 +133,7 @@ impl Error {
     }
 }
 
-/// The kind of the I/O error at the bottom of the chain.
+/// Returns the kind of the I/O error at the bottom of the chain.
 fn io_kind(error: &object_store::Error) -> Option<std::io::ErrorKind> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {

@@ -110,7 +110,7 @@ impl<S: ObjectStore> Patient<S> {
     }
 }
 
-/// The error of HDFS, if it is one.
+/// Returns the error of HDFS, if it is one.
 fn said(error: &Error) -> Option<&HdfsError> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {
@@ -150,7 +150,7 @@ fn generic(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error
     Error::Generic { store: "HDFS", source: source.into() }
 }
 
-/// The error as the other services would put it.
+/// Returns the error as the other services would put it.
 pub(crate) fn told(error: Error) -> Error {
     let path = String::new();
     match said(&error) {

@@ -45,7 +45,7 @@ impl Drop for Pooled {
     }
 }
 
-/// An empty buffer with room for `bytes`: the smallest that fits and is not much too large.
+/// Returns an empty buffer with room for `bytes`: the smallest that fits and is not much too large.
 fn buffer(bytes: usize) -> Vec<u8> {
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
@@ -57,7 +57,7 @@ fn buffer(bytes: usize) -> Vec<u8> {
     }
 }
 
-/// The bytes of each range.
+/// Returns the bytes of each range.
 ///
 /// # Errors
 /// The system's; a range past the end is an `UnexpectedEof`.
@@ -152,7 +152,7 @@ pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
     sync_directory(directory)
 }
 
-/// A new file beside `path`, under the name of an upload before its end.
+/// Returns a new file beside `path`, under the name of an upload before its end.
 fn begin(path: &Path) -> Result<(PathBuf, File)> {
     loop {
         let mut name = path.as_os_str().to_owned();

@@ -57,7 +57,7 @@ fn retry() -> RetryConfig {
     }
 }
 
-/// The backend of `root`, scheme and bucket.
+/// Returns the backend of `root`, scheme and bucket.
 pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Arc<dyn ObjectStore>> {
     let refuse = |source: object_store::Error| Error::of("open", root.to_owned(), hiding(options, source));
     Ok(match service {
@@ -74,7 +74,7 @@ pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Ar
     })
 }
 
-/// The error without what a user gave as an option: it may be a secret where a name of a file was expected.
+/// Returns the error without what a user gave as an option: it may be a secret where a name of a file was expected.
 fn hiding(options: &Options, error: object_store::Error) -> object_store::Error {
     let text = error.to_string();
     let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
@@ -113,7 +113,7 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
     options.0.into_iter().map(name).collect()
 }
 
-/// The options of `url`, by names that every reader over `object_store` knows.
+/// Returns the options of `url`, by names that every reader over `object_store` knows.
 ///
 /// # Errors
 /// As [`Location::parse`].
@@ -170,7 +170,7 @@ fn azure(root: &str, options: &Options) -> Result<MicrosoftAzureBuilder> {
     Ok(if plain { builder.with_allow_http(true) } else { builder })
 }
 
-/// The parts of Azure's connection string with the account and the address.
+/// Returns the parts of Azure's connection string with the account and the address.
 fn connection(text: &str) -> impl Iterator<Item = (&'static str, &str)> {
     text.split(';').filter_map(|part| {
         let (key, value) = part.split_once('=')?;

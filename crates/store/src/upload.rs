@@ -52,12 +52,12 @@ impl Upload {
         }
     }
 
-    /// The whole path of the file.
+    /// Returns the whole path of the file.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Bytes handed over so far.
+    /// Returns the bytes handed over so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

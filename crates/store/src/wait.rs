@@ -41,7 +41,7 @@ impl Waiter {
     }
 }
 
-/// The runtime of this process.
+/// Returns the runtime of this process.
 ///
 /// # Errors
 /// When threads cannot be had.

@@ -61,7 +61,7 @@ unsafe impl Sync for Nvtx {}
 pub struct Range(u64);
 
 impl Nvtx {
-    /// The domain `Farandole` of the annotation library, if there is one. It is loaded for good.
+    /// Returns the domain `Farandole` of the annotation library, if there is one. It is loaded for good.
     pub fn load() -> Option<Self> {
         LIBRARIES.iter().find_map(|library| Self::from_library(library))
     }

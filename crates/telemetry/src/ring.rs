@@ -12,7 +12,7 @@ use crate::record::{Record, Sink};
 
 /// The weight of a record in a ring.
 pub trait Weight {
-    /// Bytes it counts for.
+    /// Returns the bytes it counts for.
     fn weight(&self) -> usize;
 
     /// Returns whether it may be dropped to make room.
@@ -45,7 +45,7 @@ pub struct Ring<T> {
 }
 
 impl<T: Weight> Ring<T> {
-    /// A ring that holds up to `budget` bytes.
+    /// Returns a ring that holds up to `budget` bytes.
     pub fn new(budget: usize) -> Self {
         let inner = Inner { records: VecDeque::new(), weight: 0, dropped: 0, closed: false };
         Self { budget, inner: Mutex::new(inner), arrived: Condvar::new() }
@@ -85,7 +85,7 @@ impl<T: Weight> Ring<T> {
         }
     }
 
-    /// Bytes that wait here.
+    /// Returns the bytes that wait here.
     pub fn weight(&self) -> usize {
         self.inner.lock().weight
     }

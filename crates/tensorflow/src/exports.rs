@@ -16,7 +16,7 @@ use crate::definition;
 static DOOR: OnceLock<&'static Door> = OnceLock::new();
 static PROBLEM: OnceLock<CString> = OnceLock::new();
 
-/// The engine's door.
+/// Returns the engine's door.
 ///
 /// # Errors
 /// When Python has not connected it.

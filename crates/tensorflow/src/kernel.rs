@@ -136,7 +136,7 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
     }
 }
 
-/// A number from 0 that fits 32 bits.
+/// Returns a number from 0 that fits 32 bits.
 ///
 /// # Safety
 /// As [`read`].

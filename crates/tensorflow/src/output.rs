@@ -19,7 +19,7 @@ pub(crate) struct Brought<'a> {
 }
 
 impl<'a> Brought<'a> {
-    /// All outputs of an outcome.
+    /// Returns all outputs of an outcome.
     ///
     /// # Safety
     /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code frees them.
@@ -35,12 +35,12 @@ impl<'a> Brought<'a> {
         unsafe { slice(self.output.rows, self.output.row_count) }
     }
 
-    /// The last rank to join.
+    /// Returns the last rank to join.
     pub(crate) fn number(&self) -> i64 {
         self.output.number
     }
 
-    /// The engine's memory; none when the request brought its own.
+    /// Returns the engine's memory; none when the request brought its own.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: as the outcome lives, so does the memory.
         unsafe { slice(self.output.address.cast::<u8>().cast_const(), self.output.bytes) }

@@ -32,8 +32,8 @@ impl Places {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    /// A place, unless proven connections have all. The receiver gets a message if the connection is proven, and an
-    /// error if it has to be closed.
+    /// Returns a place, unless proven connections have all. The receiver gets a message if the connection is proven,
+    /// and an error if it has to be closed.
     pub(crate) fn take(self: &Arc<Self>) -> Option<(Place, oneshot::Receiver<()>)> {
         let mut state = self.state();
         if state.unproven.len() + state.proven.len() >= self.most {

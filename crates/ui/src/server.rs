@@ -101,17 +101,17 @@ impl Viewer {
         Ok(Self { token, address, ends: Some(ends), thread: Some(thread) })
     }
 
-    /// The link, with the token.
+    /// Returns the link, with the token.
     pub fn url(&self) -> String {
         format!("http://{}{}", self.address, self.path())
     }
 
-    /// The link's path, which proxies put behind a prefix of theirs.
+    /// Returns the link's path, which proxies put behind a prefix of theirs.
     pub fn path(&self) -> String {
         format!("/{}/", self.token)
     }
 
-    /// The port.
+    /// Returns the port.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
@@ -254,7 +254,7 @@ mod tests {
         stream
     }
 
-    /// The first answer to a request that leaves the connection open.
+    /// Returns the first answer to a request that leaves the connection open.
     fn head(stream: &mut std::net::TcpStream, request: &str) -> String {
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = vec![0; 64 << 10];

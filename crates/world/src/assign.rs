@@ -105,7 +105,7 @@ pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<
     Ok(seated(generation, places.iter().collect()))
 }
 
-/// The world whose ranks are the positions in `places`.
+/// Returns the world whose ranks are the positions in `places`.
 fn seated(generation: Generation, places: Vec<&TaskPlace>) -> World {
     let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
     let mut cross_sizes: HashMap<u32, u32> = HashMap::new();

@@ -51,7 +51,7 @@ fn digest(fields: &[&str]) -> String {
 }
 
 impl HostHash {
-    /// The machine: containers of one machine may share memory.
+    /// Returns the machine: containers of one machine may share memory.
     pub fn machine(&self) -> &str {
         self.0.split_once('/').map_or(&self.0, |(machine, _)| machine)
     }

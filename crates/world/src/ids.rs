@@ -15,7 +15,7 @@ macro_rules! index {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The number as an index into a per-rank table.
+            /// Returns the number as an index into a per-rank table.
             pub const fn index(self) -> usize {
                 self.0 as usize
             }

@@ -6,7 +6,7 @@
 use crate::{Error, Rank, TaskId, TaskPlace, World, assign_in_order};
 
 impl World {
-    /// The world of these ranks alone, numbered again in their old order, seen from the same process.
+    /// Returns the world of these ranks alone, numbered again in their old order, seen from the same process.
     ///
     /// # Errors
     /// `RankOutOfRange` for a rank that this world does not have, and when the looking one is not among them;

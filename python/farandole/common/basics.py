@@ -184,7 +184,7 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Returns number of processes.
+    """Returns the number of processes.
 
     Raises:
         ValueError: Before `init`.
@@ -193,7 +193,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Returns number of this process among all, from 0.
+    """Returns the number of this process among all, from 0.
 
     Raises:
         ValueError: Before `init`.
@@ -202,7 +202,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """Returns number of processes on this host.
+    """Returns the number of processes on this host.
 
     Raises:
         ValueError: Before `init`.
@@ -211,7 +211,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Returns number of this process on its host, from 0, for example to choose a GPU.
+    """Returns the number of this process on its host, from 0, for example to choose a GPU.
 
     Raises:
         ValueError: Before `init`.
@@ -220,7 +220,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Returns number of hosts that have a process with this local rank.
+    """Returns the number of hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.
@@ -229,7 +229,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns number of this host among the hosts that have a process with this local rank.
+    """Returns the number of this host among the hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.

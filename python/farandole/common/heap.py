@@ -60,12 +60,12 @@ class Heap:
         self._trim.argtypes = [ctypes.c_size_t]
 
     def used(self) -> int:
-        """Returns bytes that the program has and has not freed."""
+        """Returns the bytes that the program has and has not freed."""
         info = self._info()
         return info.uordblks + info.hblkhd
 
     def resident(self) -> int:
-        """Returns bytes of memory that are no pages of files."""
+        """Returns the bytes of memory that are no pages of files."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10

@@ -48,7 +48,7 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Returns number of its ranks; `None` when it is not registered."""
+        """Returns the number of its ranks; `None` when it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:

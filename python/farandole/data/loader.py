@@ -276,7 +276,7 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows, left))
 
     def _nested(self) -> list[str]:
-        """Returns columns whose batches are nested: they have no rows that could be chosen."""
+        """Returns the columns whose batches are nested: they have no rows that could be chosen."""
         return [name for name, one in self._ragged.items() if one.nested]
 
     def take_turns(self, books: Turns | None = None) -> Turns:

@@ -384,7 +384,7 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
 
 
 def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
-    """Returns columns as batches hold them.
+    """Returns the columns as batches hold them.
 
     Args:
         stored: Name, element and shape of each.

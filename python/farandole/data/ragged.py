@@ -148,7 +148,7 @@ class Ragged:
         return min(self.max_length, max(1, -(-longest // step)) * step)
 
     def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
-        """Returns rows of one length, (rows, length).
+        """Returns the rows of one length, (rows, length).
 
         Args:
             starts: of each row's values, and where the last one's end.

@@ -256,7 +256,7 @@ class _Tally:
 
 
 def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
-    """Returns rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
+    """Returns the rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
     import numpy as np  # noqa: PLC0415 - optional
 
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")

@@ -181,7 +181,7 @@ class RayBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Returns number of ranks, or of those that the job begins with."""
+        """Returns the number of ranks, or of those that the job begins with."""
         return self._num_workers
 
     def check(self) -> None:

@@ -97,7 +97,7 @@ class Needs:
         return options
 
     def pause(self, before: float | None, healthy: float) -> float:
-        """Returns seconds before the next actor of a seat: more after each failure, and few after a healthy actor.
+        """Returns the seconds before the next actor of a seat: more after each failure, and few after a healthy actor.
 
         Args:
             before: The last pause of the seat; `None` before its first.

@@ -214,7 +214,7 @@ class LocalBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Returns number of workers."""
+        """Returns the number of workers."""
         return self._num_proc
 
 

@@ -95,7 +95,7 @@ def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[
 
 
 def turn(submit: Callable[[], int], count: int) -> list[float]:
-    """Returns seconds of each of `count` operations."""
+    """Returns the seconds of each of `count` operations."""
     times = []
     for _ in range(count):
         start = time.perf_counter()

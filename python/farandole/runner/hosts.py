@@ -148,7 +148,7 @@ class HostsAgents(Agents):
         return (self._refused or bool(self._unusable)) and answered
 
     def short_of(self) -> str | None:
-        """Returns hosts that have not answered."""
+        """Returns the hosts that have not answered."""
         self._hear()
         silent = [host for host, *_ in self._there if host not in self._ready]
         return f"no answer has come from {', '.join(silent)}" if silent else None

@@ -76,7 +76,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return {"name": name, "size": None if is_directory else size, "type": kind, "mtime": modified}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Returns bytes of a file; negative positions count from its end."""
+        """Returns the bytes of a file; negative positions count from its end."""
         store, name = self._at(path)
         if start is None and end is None:
             return store.read(name)

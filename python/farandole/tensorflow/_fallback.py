@@ -325,7 +325,7 @@ def _number(question: Callable[[ProcessSet], int], process_set: int) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Returns ranks in the set."""
+    """Returns the ranks in the set."""
     return _number(lambda chosen: chosen.size() or 0, process_set)
 
 
@@ -335,7 +335,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Returns ranks on this host."""
+    """Returns the ranks on this host."""
     return _number(lambda _: hvd.local_size(), process_set)
 
 

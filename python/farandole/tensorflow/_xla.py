@@ -425,7 +425,7 @@ def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Returns ranks in the set."""
+    """Returns the ranks in the set."""
     return _number(SIZE, process_set)
 
 
@@ -435,7 +435,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Returns ranks on this host."""
+    """Returns the ranks on this host."""
     return _number(LOCAL_SIZE, process_set)
 
 

@@ -390,7 +390,7 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Returns number of ranks in a process set, as an int32 that is read when the graph runs."""
+    """Returns the number of ranks in a process set, as an int32 that is read when the graph runs."""
     return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
@@ -410,5 +410,5 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """Returns number of ranks on this host, as an int32 that is read when the graph runs."""
+    """Returns the number of ranks on this host, as an int32 that is read when the graph runs."""
     return chosen().farandole_local_size(name=name)

@@ -112,7 +112,7 @@ class _Points:
         self.trials = hyperopt.Trials() if trials is None else trials
 
     def finished(self) -> int:
-        """Returns number of trials that have ended well."""
+        """Returns the number of trials that have ended well."""
         return self.trials.count_by_state_unsynced(self._hyperopt.JOB_STATE_DONE)
 
     def draw(self) -> dict[str, Any] | None:

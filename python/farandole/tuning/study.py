@@ -135,7 +135,7 @@ class TrialBackend(Backend):
             raise _optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
 
     def num_processes(self) -> int:
-        """Returns number of workers."""
+        """Returns the number of workers."""
         return self._backend.num_processes()
 
     def check(self) -> None:

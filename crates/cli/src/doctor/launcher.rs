@@ -62,7 +62,7 @@ fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool
     }
 }
 
-/// The system's own program, or ssh.
+/// Returns the system's own program, or ssh.
 fn reached_by(here: &dyn Surroundings, found: &Allocation) -> String {
     const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
     let program = match (found.shell.is_some(), found.system) {
@@ -93,7 +93,7 @@ fn named(hosts: &[HostSlots]) -> String {
     format!("{}{rest}", first.join(","))
 }
 
-/// All starters that seem to have started this process.
+/// Returns all starters that seem to have started this process.
 fn started_by(here: &dyn Surroundings) -> String {
     let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
         let values: Option<Vec<String>> =

@@ -93,7 +93,7 @@ fn is_section(section: &str) -> bool {
     section == OURS || FLAGS.iter().any(|flag| flag.key.is_some_and(|(known, _)| known == section))
 }
 
-/// The words for true and false, in all versions of YAML and in Horovod.
+/// Returns the words for true and false, in all versions of YAML and in Horovod.
 fn truth(text: &str) -> Option<&'static str> {
     match text.to_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some("true"),

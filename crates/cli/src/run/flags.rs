@@ -483,7 +483,7 @@ pub(crate) fn is_switch(knob: &Knob) -> bool {
     knob.expected == <bool as Value>::EXPECTED
 }
 
-/// All of them, for clap.
+/// Returns all of them, for clap.
 pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
     let table = FLAGS.iter().map(argument);
     table.chain(knob_flags().map(|(name, knob)| {

@@ -142,7 +142,7 @@ impl RunOptions {
         self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
     }
 
-    /// The file from which the job is continued after this process was killed.
+    /// Returns the file from which the job is continued after this process was killed.
     pub(crate) fn journal(&self) -> Option<PathBuf> {
         Some(PathBuf::from(&self.config.journal)).filter(|path| !path.as_os_str().is_empty())
     }
@@ -189,13 +189,13 @@ impl RunOptions {
         Ok(Place { hosts, num_proc, shell, allocation: given })
     }
 
-    /// The number of processes with which an elastic job begins, if nothing else says it.
+    /// Returns the number of processes with which an elastic job begins, if nothing else says it.
     fn first(&self) -> Result<u32> {
         let first = self.num_proc.or(self.config.min_num_proc);
         first.context("say how many processes to start: -np N or --min-num-proc N")
     }
 
-    /// The hosts that were asked for.
+    /// Returns the hosts that were asked for.
     fn named(&self) -> Result<Option<Vec<HostSlots>>> {
         Ok(match (&self.hosts, &self.hostfile) {
             (Some(text), _) => Some(parse_hosts(text)?),
@@ -208,7 +208,7 @@ impl RunOptions {
         })
     }
 
-    /// The host discovery of an elastic job. If it is this host alone, it has room for `most`.
+    /// Returns the host discovery of an elastic job. If it is this host alone, it has room for `most`.
     pub(crate) fn discovery(&self, place: &Place, most: u32) -> Box<dyn Discovery> {
         // Without a largest number there is one process for each that was asked for.
         let slots = if most == u32::MAX { place.num_proc } else { most };
@@ -330,7 +330,7 @@ fn without_journal() -> impl Iterator<Item = (String, Option<String>)> {
     [PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
 }
 
-/// The knobs given, as variables, for those that workers are to know.
+/// Returns the knobs given, as variables, for those that workers are to know.
 fn for_workers(given: &BTreeMap<String, String>) -> BTreeMap<String, Option<String>> {
     let known = KNOBS.iter().filter(|knob| knob.propagate);
     known

@@ -36,7 +36,7 @@ impl Watching {
         self.0.as_deref()
     }
 
-    /// A sink that passes records on to `next`.
+    /// Returns a sink that passes records on to `next`.
     pub(super) fn before(&self, next: Arc<dyn Sink>) -> Arc<dyn Sink> {
         match &self.0 {
             Some(watch) => Arc::new(Metrics { watch: Arc::clone(watch), next }),

@@ -27,7 +27,7 @@ impl Flat {
         Self { buffers, ends }
     }
 
-    /// Bytes of all buffers.
+    /// Returns the bytes of all buffers.
     pub(crate) fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }

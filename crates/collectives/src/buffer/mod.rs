@@ -32,7 +32,7 @@ pub enum Place {
 pub struct Stream(usize);
 
 impl Stream {
-    /// The stream of this handle, as the framework and the device's driver know it.
+    /// Returns the stream of this handle, as the framework and the device's driver know it.
     ///
     /// # Safety
     /// It is a stream of the device it is used with, or 0 for the default one, and lives while it is used.
@@ -40,7 +40,7 @@ impl Stream {
         Self(handle)
     }
 
-    /// Its handle.
+    /// Returns its handle.
     pub fn handle(self) -> usize {
         self.0
     }
@@ -62,7 +62,7 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A range with another owner.
+    /// Returns a range with another owner.
     ///
     /// # Safety
     /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no one else may write
@@ -91,7 +91,7 @@ impl Buffer {
         self.address.as_ptr()
     }
 
-    /// A part of this buffer, cut to what there is, that keeps the same memory alive.
+    /// Returns a part of this buffer, cut to what there is, that keeps the same memory alive.
     #[must_use]
     pub fn slice(&self, offset: usize, bytes: usize) -> Self {
         Self { owner: self.owner.clone(), ..self.view(offset, bytes) }
@@ -109,7 +109,7 @@ impl Buffer {
         }
     }
 
-    /// The bytes, for reading. Empty when they are not on the host.
+    /// Returns the bytes, for reading. Empty when they are not on the host.
     ///
     /// # Safety
     /// Nobody may write them while the slice lives.
@@ -121,7 +121,7 @@ impl Buffer {
         }
     }
 
-    /// The bytes, for writing. Empty when they are not on the host.
+    /// Returns the bytes, for writing. Empty when they are not on the host.
     ///
     /// # Safety
     /// Nobody else may read or write them while the slice lives.
@@ -197,7 +197,7 @@ impl Memory {
         Some(Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) })))
     }
 
-    /// Memory filled with one element again and again, the last one cut off where it must be.
+    /// Returns memory filled with one element again and again, the last one cut off where it must be.
     pub fn repeating(bytes: usize, element: &[u8]) -> Self {
         let memory = Self::new(bytes);
         if element.iter().any(|byte| *byte != 0) {
@@ -231,7 +231,7 @@ impl Memory {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// A copy of the bytes; `None` while somebody else in this process may write them.
+    /// Returns a copy of the bytes; `None` while somebody else in this process may write them.
     pub fn to_vec(&self) -> Option<Vec<u8>> {
         if !self.is_sole() || self.region().is_some() {
             return None;
@@ -241,7 +241,7 @@ impl Memory {
         Some(unsafe { buffer.bytes() }.to_vec())
     }
 
-    /// The whole range as a buffer that keeps this memory alive.
+    /// Returns the whole range as a buffer that keeps this memory alive.
     pub fn buffer(&self) -> Buffer {
         Buffer { address: self.0.address, bytes: self.0.bytes, place: Place::Host, owner: Some(self.clone()) }
     }

@@ -74,7 +74,7 @@ impl Compressor for Int8 {
     }
 }
 
-/// A block's scale; NaN when it has what is no finite number.
+/// Returns a block's scale; NaN when it has what is no finite number.
 fn scale_of(values: &[f32]) -> f32 {
     let mut largest = [0_u32; 8];
     let (lanes, rest) = values.as_chunks::<8>();
@@ -96,7 +96,7 @@ fn scale_of(values: &[f32]) -> f32 {
     if scale.is_normal() { scale } else { 0.0 }
 }
 
-/// The whole number nearest to `value`, ties to even, as a code.
+/// Returns the whole number nearest to `value`, ties to even, as a code.
 fn code_of(value: f32) -> u8 {
     let rounded = value.clamp(-LARGEST, LARGEST) + ROUNDER;
     // The whole number is in the lowest bits of the mantissa, in two's complement.

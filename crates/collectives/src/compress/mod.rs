@@ -28,7 +28,7 @@ use crate::{Error, Result};
 ///
 /// Payloads are in this machine's byte order: members of a world run on one kind of machine.
 pub trait Compressor: Send + Sync {
-    /// Bytes of the payload for `values` numbers.
+    /// Returns the bytes of the payload for `values` numbers.
     fn payload_bytes(&self, values: usize) -> usize;
 
     /// Writes what is to be sent for `values`.

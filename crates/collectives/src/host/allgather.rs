@@ -70,7 +70,7 @@ impl Allgather {
     }
 }
 
-/// The members whose parts go from one member to another.
+/// Returns the members whose parts go from one member to another.
 fn carried(hosts: &Hosts, from: usize, to: usize) -> impl Iterator<Item = usize> {
     let (ours, theirs) = (hosts.of(from), hosts.of(to));
     let own = ours == theirs || hosts.carrier(theirs, from) == to;

@@ -32,7 +32,7 @@ struct Stream {
     theirs: Flat,
 }
 
-/// The block of a member where blocks lie end to end.
+/// Returns the block of a member where blocks lie end to end.
 fn block(buffer: &Buffer, bytes: &[usize], member: usize) -> Flat {
     Flat::new([buffer.slice(bytes[..member].iter().sum(), bytes[member])])
 }

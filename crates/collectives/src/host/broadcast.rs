@@ -47,7 +47,7 @@ impl Broadcast {
         }
     }
 
-    /// Bytes that can go in one step through every window.
+    /// Returns the bytes that can go in one step through every window.
     fn ready(&self, peers: &mut Peers) -> Result<usize> {
         let mut ready = self.message.left().min(PIECE);
         if let Some(parent) = self.parent {
@@ -66,7 +66,7 @@ impl Broadcast {
 /// Towards the root, and away from it.
 type Place = (Option<usize>, Vec<usize>);
 
-/// The members that feed this one and that it feeds.
+/// Returns the members that feed this one and that it feeds.
 fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
     let host = hosts.of(member);
     let first = hosts.of(root);

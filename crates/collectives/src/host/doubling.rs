@@ -152,7 +152,7 @@ impl Doubling {
     }
 }
 
-/// The steps of this member.
+/// Returns the steps of this member.
 fn plan(hosts: &Hosts, member: usize) -> Vec<Step> {
     let (host, count) = (hosts.of(member), hosts.count());
     let first = |host: usize| hosts.members(host).start;

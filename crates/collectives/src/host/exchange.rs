@@ -45,7 +45,7 @@ impl Exchange {
         self.incoming.iter().all(|(message, _)| message.is_finished())
     }
 
-    /// The messages of all members, with the own one, in member order.
+    /// Returns the messages of all members, with the own one, in member order.
     pub(super) fn said(&self, member: usize) -> impl Iterator<Item = &[u8]> {
         let theirs = |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);
         theirs(0..member).chain([&*self.own]).chain(theirs(member..self.incoming.len()))

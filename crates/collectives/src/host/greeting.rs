@@ -77,7 +77,7 @@ fn card(facts: Facts, rank: u32, capacity: u64) -> [u8; UNIT] {
     card
 }
 
-/// The capacity a card tells, if all else is as expected.
+/// Returns the capacity a card tells, if all else is as expected.
 fn read(card: &[u8; UNIT], facts: Facts, rank: u32) -> Result<u64, String> {
     let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
     for (k, (what, value)) in words(facts, rank).into_iter().enumerate() {

@@ -7,7 +7,7 @@ use farandole_transport::{ALIGNMENT, LinkReceiver, LinkSender};
 
 use crate::Result;
 
-/// Bytes a message takes on a link.
+/// Returns the bytes a message takes on a link.
 pub(super) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
@@ -24,12 +24,12 @@ impl Message {
         Self { bytes, done: 0 }
     }
 
-    /// Bytes gone, padding included.
+    /// Returns the bytes gone, padding included.
     pub(super) fn done(&self) -> usize {
         self.done
     }
 
-    /// Bytes to go, padding included.
+    /// Returns the bytes to go, padding included.
     pub(super) fn left(&self) -> usize {
         padded(self.bytes) - self.done
     }
@@ -38,7 +38,7 @@ impl Message {
         self.left() == 0
     }
 
-    /// The number of the next `wire` bytes that are not padding.
+    /// Returns the number of the next `wire` bytes that are not padding.
     pub(super) fn payload(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }

@@ -70,9 +70,9 @@ enum Planned {
 }
 
 impl HostCommunicator {
-    /// A communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every member must make
-    /// its own at the same point of all links' streams; the first operation begins with a greeting that compares what
-    /// they made.
+    /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every
+    /// member must make its own at the same point of all links' streams; the first operation begins with a greeting
+    /// that compares what they made.
     ///
     /// # Errors
     /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.

@@ -106,17 +106,17 @@ impl Peers {
         self.links.len() + 1
     }
 
-    /// The member a link leads to.
+    /// Returns the member a link leads to.
     pub(super) fn member_of(&self, link: usize) -> usize {
         if link < self.member { link } else { link + 1 }
     }
 
-    /// The link that leads to a member; nonsense for this one.
+    /// Returns the link that leads to a member; nonsense for this one.
     pub(super) fn link_to(&self, member: usize) -> usize {
         if member < self.member { member } else { member.saturating_sub(1) }
     }
 
-    /// The links to the other members on this host.
+    /// Returns the links to the other members on this host.
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());
         members.start..members.end - 1
@@ -134,7 +134,8 @@ impl Peers {
     }
 }
 
-/// Bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside it.
+/// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside
+/// it.
 pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
     let bytes = link.receiver.window()?.len();
     if bytes == 0 || bytes >= UNIT {

@@ -98,7 +98,8 @@ impl Cut {
         (from, (end - from).min(self.chunk))
     }
 
-    /// The first position from `slot` on whose message is not empty: posts of chunks of `posted`'s part, results of
+    /// Returns the first position from `slot` on whose message is not empty: posts of chunks of `posted`'s part,
+    /// results of
     /// `reduced`'s. Past the last slot the message is finished.
     fn seek(&self, mut slot: usize, posted: usize, reduced: usize) -> Position {
         while slot < self.slots() {
@@ -123,7 +124,7 @@ impl Cut {
     }
 }
 
-/// Bytes of a chunk: a ring holds `2 * LOOKAHEAD + 2` of them.
+/// Returns the bytes of a chunk: a ring holds `2 * LOOKAHEAD + 2` of them.
 fn chunk_for(part: usize, capacity: usize) -> usize {
     let fits = capacity / (2 * LOOKAHEAD + 2) / UNIT * UNIT;
     let overlapping = (part / OVERLAP).next_multiple_of(UNIT);

@@ -77,7 +77,7 @@ impl Path {
         }
     }
 
-    /// The widest one this processor can run.
+    /// Returns the widest one this processor can run.
     pub fn best() -> Self {
         static BEST: OnceLock<Path> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -186,7 +186,7 @@ impl Reducer {
         Ok(Self { reduction, kernel, orders, rounding })
     }
 
-    /// The parameters it was made for.
+    /// Returns the parameters it was made for.
     pub fn reduction(&self) -> &Reduction {
         &self.reduction
     }
@@ -245,7 +245,7 @@ impl Reducer {
         }
     }
 
-    /// The form of partials of hosts.
+    /// Returns the form of partials of hosts.
     fn partial(&self) -> Form {
         if self.rounding.is_some() { Form::Rounded } else { Form::Partial }
     }

@@ -21,7 +21,7 @@ pub(super) trait Native: Copy + Default + 'static {
     fn product(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// The finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
+    /// Returns the finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
     fn finish(self, factor: Self) -> Self;
     fn factor(value: f64) -> Self;
 }
@@ -145,7 +145,7 @@ pub(super) trait Join<T>: 'static {
 
     fn join(a: T, b: T) -> T;
 
-    /// The result when there is only one input.
+    /// Returns the result when there is only one input.
     #[inline(always)]
     fn lone(value: T) -> T {
         value

@@ -231,7 +231,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(())
     }
 
-    /// The member that the operation in progress waits for.
+    /// Returns the member that the operation in progress waits for.
     fn lacking(&self) -> Option<usize> {
         let current = self.current.as_ref()?;
         let mut others = (0..self.mailbox.size()).filter(|member| *member != self.mailbox.member());

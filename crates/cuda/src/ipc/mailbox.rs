@@ -41,8 +41,8 @@ pub(crate) enum Outcome {
     Ended(usize),
 }
 
-/// The outcome, which is the same for all members that find one: a refusal is never taken back, and a member that has
-/// opened everything refuses nothing.
+/// Returns the outcome, which is the same for all members that find one: a refusal is never taken back, and a member
+/// that has opened everything refuses nothing.
 pub(crate) fn outcome(phases: &[Phase]) -> Outcome {
     let first = |wanted: Phase| phases.iter().position(|phase| *phase == wanted);
     if let Some(member) = first(Phase::Refused) {
@@ -81,12 +81,12 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Bytes for so many members.
+    /// Returns the bytes for so many members.
     pub(crate) fn bytes(size: usize) -> usize {
         size * size_of::<Slot>()
     }
 
-    /// The mailbox of so many members in this region, if it is large enough.
+    /// Returns the mailbox of so many members in this region, if it is large enough.
     pub(crate) fn over(region: Region, (member, size): (usize, usize)) -> Option<Self> {
         let room = usize::try_from(region.card().bytes).unwrap_or_default();
         (member < size && room >= Self::bytes(size)).then_some(Self { region, member, size })
@@ -138,7 +138,7 @@ impl Mailbox {
         self.enter(Phase::Offered);
     }
 
-    /// A member's window, once it has offered it.
+    /// Returns a member's window, once it has offered it.
     pub(crate) fn offered(&self, member: usize) -> Offer {
         let mut offer = Offer([0; 64]);
         for (word, bytes) in self.slot(member).offer.iter().zip(offer.0.as_chunks_mut::<8>().0) {

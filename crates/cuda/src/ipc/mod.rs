@@ -36,7 +36,7 @@ pub(crate) use site::GpuSite;
 /// Bytes of a written [`RegionCard`].
 pub(crate) const WRITTEN: usize = 32;
 
-/// A region's card, for others.
+/// Returns a region's card, for others.
 pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
     let [first, second] = card.nonce;
     let numbers = [card.bytes, first, second];
@@ -44,7 +44,7 @@ pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
     card.pid.to_le_bytes().into_iter().chain(card.descriptor.to_le_bytes()).chain(bytes).collect()
 }
 
-/// The inverse of [`write`]; more bytes may follow.
+/// Returns the inverse of [`write`]; more bytes may follow.
 pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
     let (pid, rest) = bytes.split_first_chunk::<4>()?;
     let (descriptor, rest) = rest.split_first_chunk::<4>()?;

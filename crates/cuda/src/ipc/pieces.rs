@@ -24,8 +24,8 @@ impl Span {
     }
 }
 
-/// The pieces for segments of so many bytes: each has parts that fill at most `room` bytes, a multiple of 16 and not 0.
-/// They follow from the lengths alone, which are the same on all members. No element is cut.
+/// Returns the pieces for segments of so many bytes: each has parts that fill at most `room` bytes, a multiple of 16
+/// and not 0. They follow from the lengths alone, which are the same on all members. No element is cut.
 pub(crate) fn pieces(lengths: &[usize], room: usize) -> Vec<Vec<Span>> {
     let (mut pieces, mut piece, mut start) = (Vec::new(), Vec::new(), 0);
     for (segment, length) in lengths.iter().enumerate() {

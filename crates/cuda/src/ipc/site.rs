@@ -32,13 +32,13 @@ pub(crate) struct How {
 
 /// A member's side of a communicator. Work is put on one stream, in order.
 pub(crate) trait Site: Send {
-    /// The device's number.
+    /// Returns the device's number.
     fn ordinal(&self) -> u32;
 
-    /// Bytes of a piece.
+    /// Returns the bytes of a piece.
     fn room_of_a_piece(&self) -> usize;
 
-    /// The handle of this member's window for others, once it exists; or the reason why there is none.
+    /// Returns the handle of this member's window for others, once it exists; or the reason why there is none.
     fn offer(&mut self) -> Option<Result<Offer, String>>;
 
     /// Opens all windows but that of `member`, which is this one.
@@ -47,10 +47,10 @@ pub(crate) trait Site: Send {
     /// Work from now on comes after these.
     fn hold(&self, events: &[Arc<dyn Event>]) -> Result<()>;
 
-    /// A point after the work so far.
+    /// Returns a point after the work so far.
     fn mark(&self) -> Result<Arc<dyn Event>>;
 
-    /// Memory for results.
+    /// Returns memory for results.
     fn room(&self, bytes: usize) -> Result<Arc<dyn Room>>;
 
     /// Copies a piece of the segments' inputs into a slot of the own window.
@@ -129,7 +129,7 @@ fn address(buffer: &Buffer) -> u64 {
     buffer.address().expose_provenance() as u64
 }
 
-/// The type whose elements are moved as they are in the place of others of their size.
+/// Returns the type whose elements are moved as they are in the place of others of their size.
 fn plain(dtype: DataType) -> DataType {
     match dtype.size() {
         1 => DataType::U8,

@@ -109,14 +109,14 @@ impl Caller {
         self.desk.changed.notify_all();
     }
 
-    /// The messages since the last call.
+    /// Returns the messages since the last call.
     pub(super) fn news(&self) -> News {
         let mut papers = self.desk.papers.lock();
         let formed = papers.news.formed;
         std::mem::replace(&mut papers.news, News { formed, ..News::default() })
     }
 
-    /// The communicator, once it is formed.
+    /// Returns the communicator, once it is formed.
     pub(super) fn comm(&self) -> Comm {
         self.desk.comm.load(Ordering::Acquire)
     }

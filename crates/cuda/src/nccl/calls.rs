@@ -147,7 +147,7 @@ impl Calls<'_> {
         Ok(status == super::IN_PROGRESS)
     }
 
-    /// The type and the operator of a reduction, and whether the operator was made for it.
+    /// Returns the type and the operator of a reduction, and whether the operator was made for it.
     fn reduction(&self, operation: &Operation) -> Result<((i32, usize), i32, bool)> {
         let (Operation::Allreduce { dtype, op, prescale, postscale, .. }
         | Operation::Reducescatter { dtype, op, prescale, postscale, .. }) = operation

@@ -27,19 +27,19 @@ use crate::ending::{ENDING, drain, wait_for};
 
 /// The device's side of a communicator.
 pub trait Lane: Send + Sync + 'static {
-    /// The device's number.
+    /// Returns the device's number.
     fn ordinal(&self) -> u32;
 
     /// Returns the stream that gets the work.
     fn stream(&self) -> Stream;
 
-    /// An event behind what was put there.
+    /// Returns an event behind what was put there.
     ///
     /// # Errors
     /// `Device`.
     fn mark(&self) -> Result<Arc<dyn Event>>;
 
-    /// Memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for what is put on the stream from now on.
     ///
     /// # Errors
     /// `Device`.

@@ -79,7 +79,7 @@ pub(crate) fn fake<T>(change: impl FnOnce(&mut State) -> T) -> T {
     change(&mut own.lock())
 }
 
-/// The name that this thread's NCCL gives.
+/// Returns the name that this thread's NCCL gives.
 pub(super) fn name() -> UniqueId {
     let mut id = [9; 128];
     let number = OWN.with_borrow(|(number, _)| *number);
@@ -114,7 +114,7 @@ fn note(call: String) -> i32 {
     SUCCESS
 }
 
-/// The calls since the last look.
+/// Returns the calls since the last look.
 pub(crate) fn calls() -> Vec<String> {
     fake(|fake| std::mem::take(&mut fake.calls))
 }

@@ -80,7 +80,8 @@ impl Nccl {
         self.table().allocate.is_some() && self.table().register.is_some()
     }
 
-    /// Memory of a device, at least one byte, for work in the order of this stream. What is in it is anything.
+    /// Returns memory of a device, at least one byte, for work in the order of this stream. What is in it is
+    /// anything.
     ///
     /// # Errors
     /// `Nccl` when there is none left, or this version gives none.
@@ -146,7 +147,7 @@ impl Registry {
     }
 }
 
-/// The buffers that an operation is about.
+/// Returns the buffers that an operation is about.
 fn buffers(operation: &Operation) -> impl Iterator<Item = &Buffer> {
     let segments = match operation {
         Operation::Allreduce { segments, .. }

@@ -155,12 +155,12 @@ impl Nccl {
         self.version
     }
 
-    /// The file it was loaded from.
+    /// Returns the file it was loaded from.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// A name for a new communicator.
+    /// Returns a name for a new communicator.
     ///
     /// # Errors
     /// `Nccl`.
@@ -183,7 +183,7 @@ impl Nccl {
         }
     }
 
-    /// The description of a communicator.
+    /// Returns the description of a communicator.
     fn status(&self, comm: Comm) -> i32 {
         let mut status = SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.

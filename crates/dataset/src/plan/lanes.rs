@@ -110,7 +110,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Rows of lane number `lane` that come before phase number `phase`.
+    /// Returns the rows of lane number `lane` that come before phase number `phase`.
     pub(crate) fn done(&self, lane: u64, phase: usize) -> u64 {
         let before = self.phases.iter().take(phase).filter(|phase| lane < phase.lanes);
         before.map(|phase| (phase.end - phase.start) / phase.lanes).sum()
@@ -180,12 +180,12 @@ impl Lanes {
         self.count * self.beside
     }
 
-    /// The blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
+    /// Returns the blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
     pub fn blocks(&self) -> impl Iterator<Item = (usize, usize, Range<u64>)> {
         self.blocks.iter().map(|run| (run.file, run.group, run.rows.clone()))
     }
 
-    /// Rows of the data set.
+    /// Returns the rows of the data set.
     pub fn rows(&self) -> u64 {
         self.rows
     }

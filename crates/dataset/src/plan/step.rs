@@ -36,7 +36,7 @@ pub struct Step {
 }
 
 impl Plan {
-    /// The batch of step `step`; empty past the end.
+    /// Returns the batch of step `step`; empty past the end.
     pub fn step(&self, step: u64) -> Step {
         if step >= self.steps() {
             return Step::default();

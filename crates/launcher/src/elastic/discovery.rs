@@ -27,7 +27,7 @@ impl Stop {
 
 /// Finds the present hosts. It is called every second, on its own thread.
 pub trait Discovery: Send {
-    /// The hosts there are now with their slots, in the order of ranks.
+    /// Returns the hosts there are now with their slots, in the order of ranks.
     ///
     /// # Errors
     /// Why they could not be found, in a sentence that names what was asked. The first time this ends the job, later

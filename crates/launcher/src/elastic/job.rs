@@ -171,7 +171,7 @@ fn of_registrar(source: farandole_registrar::Error) -> Error {
     Error::Begin { source: Box::new(source) }
 }
 
-/// The hosts there are at first; `None` when the caller no longer wants to know.
+/// Returns the hosts there are at first; `None` when the caller no longer wants to know.
 fn first(watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Option<Found>> {
     loop {
         match watch.next(SLICE) {

@@ -43,7 +43,7 @@ fn usable(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
     nodes.iter().filter(|node| up.contains(&node.host.as_str())).cloned().collect()
 }
 
-/// The node of a line, if it is up.
+/// Returns the node of a line, if it is up.
 fn up(line: &str) -> Option<&str> {
     let value = |key: &str| line.split_whitespace().find_map(|word| word.strip_prefix(key));
     let (name, state) = (value("NodeName=")?, value("State=")?);

@@ -62,7 +62,7 @@ impl Watch {
         Ok(Self { stop, wake, found })
     }
 
-    /// The next change, or why there was none at first; `None` when `timeout` passes.
+    /// Returns the next change, or why there was none at first; `None` when `timeout` passes.
     pub(super) fn next(&self, timeout: Duration) -> Option<std::result::Result<Found, String>> {
         self.found.recv_timeout(timeout).ok()
     }
@@ -114,7 +114,7 @@ impl Looking {
         }
     }
 
-    /// The present hosts, if they have changed.
+    /// Returns the present hosts, if they have changed.
     fn changed(&mut self, mut hosts: Vec<HostSlots>) -> Option<Found> {
         hosts.retain(|host| host.slots > 0);
         if hosts == self.last.hosts {

@@ -88,7 +88,7 @@ impl Origin<'_> {
         }
     }
 
-    /// The array with its nulls filled.
+    /// Returns the array with its nulls filled.
     fn filled(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
         let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
             return Ok(Arc::clone(array));
@@ -101,7 +101,8 @@ impl Origin<'_> {
         zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow(source))
     }
 
-    /// The fill as one value of a type; `None` without one, and where one that is meant for all columns is none here.
+    /// Returns the fill as one value of a type; `None` without one, and where one that is meant for all columns is
+    /// none here.
     fn value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
         let Some((text, named)) = self.fill else { return Ok(None) };
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
@@ -346,7 +347,7 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
     pack(origin, bytes, Element::Float64, vec![length], per_row.saturating_mul(8), array.len())
 }
 
-/// Rows of `width` bytes as fixed-size binary.
+/// Returns the rows of `width` bytes as fixed-size binary.
 fn pack(
     origin: Origin<'_>,
     bytes: Buffer,
@@ -367,7 +368,7 @@ fn pack(
     Ok(Converted { array: Arc::new(array), element, shape })
 }
 
-/// The bytes of a primitive or fixed-size binary array, and the width of a row.
+/// Returns the bytes of a primitive or fixed-size binary array, and the width of a row.
 pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
     let data = array.to_data();
     let width = match data.data_type() {

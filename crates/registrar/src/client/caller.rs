@@ -20,7 +20,7 @@ fn is_own_in(table: &str, door: SocketAddr, caller: SocketAddr) -> bool {
     owner.is_some() && owner == user(table, caller, door)
 }
 
-/// The user of the socket with these two ends.
+/// Returns the user of the socket with these two ends.
 fn user(table: &str, own: SocketAddr, other: SocketAddr) -> Option<&str> {
     let (own, other) = (hex(own)?, hex(other)?);
     table.lines().find_map(|line| {

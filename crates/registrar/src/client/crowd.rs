@@ -19,7 +19,7 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// The most memory this process has had, in bytes.
+/// Returns the most memory this process has had, in bytes.
 fn most_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();

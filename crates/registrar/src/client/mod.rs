@@ -133,8 +133,8 @@ pub struct Client {
 static OF_PROCESS: Mutex<Option<(u32, String, Client)>> = Mutex::new(None);
 
 impl Client {
-    /// The connection of the worker that this process is, made on first use and shared from then on; `None` in a
-    /// process that no launcher started.
+    /// Returns the connection of the worker that this process is, made on first use and shared from then on; `None`
+    /// in a process that no launcher started.
     ///
     /// # Errors
     /// As [`Client::connect`]; `Ticket` when the environment holds none that parses.
@@ -256,7 +256,7 @@ impl Client {
         self.inner.caller.task
     }
 
-    /// The address of this host from which the registrar is reached: where peers most likely reach this host.
+    /// Returns the address of this host from which the registrar is reached: where peers most likely reach this host.
     pub fn local_address(&self) -> Option<IpAddr> {
         let target = self.inner.address.to_socket_addrs().ok()?.next()?;
         let any = if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
@@ -611,7 +611,7 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A reply put together from its pieces.
+/// Returns a reply put together from its pieces.
 async fn whole(
     mut pieces: Streaming<wire::AwaitAssignmentReply>,
 ) -> std::result::Result<Response<wire::AwaitAssignmentReply>, Status> {

@@ -114,7 +114,7 @@ impl Outbox {
         (state.flushes, self.flushed.subscribe())
     }
 
-    /// The next batch, which is kept until it is confirmed.
+    /// Returns the next batch, which is kept until it is confirmed.
     fn take(&self) -> Option<wire::RecordBatch> {
         let mut state = self.state.lock();
         if state.lines.is_empty() && state.metrics.is_empty() {
@@ -148,7 +148,7 @@ impl Outbox {
         Some(batch)
     }
 
-    /// The records that have to be sent again.
+    /// Returns the records that have to be sent again.
     fn unconfirmed(&self) -> Vec<wire::RecordBatch> {
         self.state.lock().unconfirmed.clone()
     }

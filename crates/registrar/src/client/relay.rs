@@ -135,7 +135,8 @@ impl Relay {
         Ok(())
     }
 
-    /// An address of the loopback behind which `task` is, in its world of this door, for this process's user alone.
+    /// Returns an address of the loopback behind which `task` is, in its world of this door, for this process's user
+    /// alone.
     ///
     /// # Errors
     /// `Runtime` where nothing can be listened on.

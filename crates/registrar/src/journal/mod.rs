@@ -153,7 +153,7 @@ impl Journal {
         Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
     }
 
-    /// The state that an earlier registrar has left; returned once.
+    /// Returns the state that an earlier registrar has left; returned once.
     pub(crate) fn left(&mut self) -> Option<Left> {
         self.left.take()
     }
@@ -270,7 +270,7 @@ impl Journal {
         self.end(writing);
     }
 
-    /// A disk that takes nothing until the guard is dropped.
+    /// Returns a disk that takes nothing until the guard is dropped.
     #[cfg(test)]
     pub(crate) fn hold(&self) -> impl Drop {
         self.writing.lock()
@@ -304,7 +304,7 @@ impl Drop for Journal {
     }
 }
 
-/// A new file that is on the disk.
+/// Returns a new file that is on the disk.
 fn begun(new: &Path, head: &Head, records: &[Record]) -> io::Result<File> {
     // A killed process may have left one.
     drop(std::fs::remove_file(new));
@@ -351,7 +351,7 @@ fn is_at(file: &File, path: &Path) -> bool {
     named.is_ok_and(|named| file.metadata().map(number).is_ok_and(|open| open == named))
 }
 
-/// The content of the file, and the length of its complete lines.
+/// Returns the content of the file, and the length of its complete lines.
 fn read(file: &File, purpose: &str) -> std::result::Result<(Option<Left>, u64), String> {
     let mut lines = BufReader::new(file);
     let mut text = Vec::new();

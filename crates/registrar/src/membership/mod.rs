@@ -179,7 +179,7 @@ impl Presence {
 }
 
 impl Membership {
-    /// A job without registered agents.
+    /// Returns a job without registered agents.
     pub(crate) fn new(options: Options) -> Self {
         Self {
             options,
@@ -191,7 +191,7 @@ impl Membership {
         }
     }
 
-    /// The latest assigned generation; 0 before the first.
+    /// Returns the latest assigned generation; 0 before the first.
     pub(crate) fn generation(&self) -> Generation {
         self.generation
     }

@@ -69,7 +69,7 @@ impl Running {
         self.members.get(&task).is_some_and(|member| member.session == session)
     }
 
-    /// The members, by task and session.
+    /// Returns the members, by task and session.
     #[cfg(test)]
     pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
         self.members.iter().map(|(task, member)| (*task, member.session))
@@ -118,8 +118,8 @@ impl Running {
         decisions
     }
 
-    /// The verdict, once enough is known: all tasks have ended, or the grace after the first failure is over. While
-    /// there are only peers' errors, the report of their cause is still on its way, so these wait longer.
+    /// Returns the verdict, once enough is known: all tasks have ended, or the grace after the first failure is over.
+    /// While there are only peers' errors, the report of their cause is still on its way, so these wait longer.
     fn judge(&self, now: Duration, options: &Options) -> Option<Verdict> {
         let (task, member, end) = self.first_failure()?;
         let earliest = self.failures().map(|(_, _, end)| end.at).min()?;
@@ -138,7 +138,7 @@ impl Running {
         Some(Verdict { reason, cause: Some(task), retry: matches!(end.what, What::Lost(_)) })
     }
 
-    /// The failure to blame: a task's own before a peer's error, then the earliest.
+    /// Returns the failure to blame: a task's own before a peer's error, then the earliest.
     fn first_failure(&self) -> Option<(TaskId, &Member, &End)> {
         self.failures().min_by_key(|(task, _, end)| (!end.is_own(), end.at, *task))
     }

@@ -19,7 +19,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// The time, given that of a clock that never stands.
+    /// Returns the time, given that of a clock that never stands.
     pub(super) fn read(&mut self, running: Duration) -> Duration {
         let since = running.saturating_sub(self.looked);
         if since >= STOPPED {

@@ -95,7 +95,7 @@ impl Told {
     }
 }
 
-/// The rules of an elastic job.
+/// Returns the rules of an elastic job.
 pub(super) fn rules(options: &Options, elastic: &Elastic) -> elastic::Rules {
     elastic::Rules {
         first: elastic.first,
@@ -216,7 +216,7 @@ impl Core {
         !dropped
     }
 
-    /// A number for a connection that has begun to carry an agent's signs of life; older ones count no more.
+    /// Returns a number for a connection that has begun to carry an agent's signs of life; older ones count no more.
     pub(super) fn stream(&self, task: TaskId) -> u64 {
         let mut streams = self.streams.lock();
         let latest = streams.entry(task).or_default();
@@ -319,7 +319,7 @@ impl Core {
         self.board.borrow().rank(task)
     }
 
-    /// A task's rank in the present world, and the ranks there are.
+    /// Returns a task's rank in the present world, and the ranks there are.
     pub(super) fn place(&self, task: TaskId) -> Option<(u32, u32)> {
         let board = self.board.borrow();
         let published = board.world.as_ref()?;
@@ -338,7 +338,7 @@ impl Core {
         &self.meetings
     }
 
-    /// The lowest tasks that have not registered, and how many there are.
+    /// Returns the lowest tasks that have not registered, and how many there are.
     pub(super) fn missing(&self) -> (Vec<u32>, u32) {
         let membership = self.membership.lock();
         let all: Vec<u32> = membership.missing().into_iter().map(|task| task.0).collect();

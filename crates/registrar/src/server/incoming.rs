@@ -99,7 +99,7 @@ impl State {
     }
 }
 
-/// One source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
+/// Returns one source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
 fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => {
@@ -115,7 +115,7 @@ impl Places {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    /// A place, if the proven do not have them all.
+    /// Returns a place, if the proven do not have them all.
     fn take(self: &Arc<Self>, source: IpAddr) -> Option<(Seat, oneshot::Receiver<()>)> {
         let mut state = self.state.lock();
         if state.unproven + state.proven.len() >= self.most && !state.unseat() {
@@ -227,7 +227,8 @@ impl Counted {
     }
 }
 
-/// The most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a few.
+/// Returns the most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a
+/// few.
 pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }

@@ -43,7 +43,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// A job that begins.
+    /// Returns a job that begins.
     pub(super) fn new(rules: Rules, journal: Option<Arc<Journal>>) -> Self {
         let mut meetings = Meetings::default();
         if let Some(journal) = &journal {
@@ -61,7 +61,7 @@ impl Kept {
         self.journal.as_ref().map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
     }
 
-    /// A job that continues, by new rules.
+    /// Returns a job that continues, by new rules.
     pub(super) fn resumed(rules: Rules, journal: Arc<Journal>, records: Vec<Record>) -> Self {
         let mut kept = Self::new(rules.clone(), Some(journal));
         for record in records {
@@ -126,7 +126,8 @@ impl Core {
         }
     }
 
-    /// The present state; what happens after it follows it in the journal. `None` where that is being written.
+    /// Returns the present state; what happens after it follows it in the journal. `None` where that is being
+    /// written.
     fn whole(&self, journal: &Journal) -> Option<Vec<Record>> {
         let _turn = self.turn.lock();
         let mut membership = self.membership.lock();

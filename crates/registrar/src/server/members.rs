@@ -50,7 +50,7 @@ impl Members {
         matches!(self.kind, Kind::Elastic(..))
     }
 
-    /// The machine of an elastic job.
+    /// Returns the machine of an elastic job.
     pub(super) fn machine(&self) -> Option<&Elastic> {
         match &self.kind {
             Kind::Fixed(_) => None,
@@ -81,7 +81,7 @@ impl Members {
         }
     }
 
-    /// The actions to carry out now.
+    /// Returns the actions to carry out now.
     pub(super) fn take_due(&mut self) -> Vec<Due> {
         std::mem::take(&mut self.due)
     }

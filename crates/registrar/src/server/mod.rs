@@ -141,7 +141,7 @@ struct Known {
 }
 
 impl Known {
-    /// The one of a new job.
+    /// Returns the one of a new job.
     fn made_up(name: Option<String>) -> Result<Self> {
         Ok(Self { job_id: job_id(name)?, token: Token::random(), identity: tls::identity()?, port: None })
     }
@@ -270,7 +270,7 @@ impl Registrar {
         })
     }
 
-    /// The state that an earlier registrar has left of this job, if this one continues it.
+    /// Returns the state that an earlier registrar has left of this job, if this one continues it.
     pub fn resumed(&self) -> Option<&Resumed> {
         self.core.resumed.as_ref()
     }
@@ -360,12 +360,12 @@ impl Registrar {
         Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
 
-    /// The ticket that a task needs to be admitted.
+    /// Returns the ticket that a task needs to be admitted.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
     }
 
-    /// The job's name.
+    /// Returns the job's name.
     pub fn job_id(&self) -> &JobId {
         self.ticket.job_id()
     }
@@ -389,7 +389,7 @@ impl Registrar {
         self.core.is_finished()
     }
 
-    /// The latest world, seen from rank 0.
+    /// Returns the latest world, seen from rank 0.
     pub fn assignment(&self) -> Option<World> {
         self.core.assignment()
     }

@@ -85,7 +85,7 @@ impl Store {
         Ok(Self { backend, location, prefix })
     }
 
-    /// The store that `path` names: another URL, an absolute path, or a place below this one.
+    /// Returns the store that `path` names: another URL, an absolute path, or a place below this one.
     ///
     /// # Errors
     /// As [`Store::open`].
@@ -93,7 +93,7 @@ impl Store {
         if path.starts_with('/') || path.contains(":/") { Self::open(path) } else { self.child(path) }
     }
 
-    /// The store below this one.
+    /// Returns the store below this one.
     ///
     /// # Errors
     /// A path with `..` or empty parts.
@@ -111,12 +111,12 @@ impl Store {
         Ok(Self { backend: self.backend.clone(), location, prefix })
     }
 
-    /// The full URL.
+    /// Returns the full URL.
     pub fn url(&self) -> String {
         self.location.url()
     }
 
-    /// The directory, when it is on this machine's file system.
+    /// Returns the directory, when it is on this machine's file system.
     pub fn local_path(&self) -> Option<PathBuf> {
         match &self.location {
             Location::Local(path) => Some(path.clone()),
@@ -129,7 +129,7 @@ impl Store {
         matches!(self.location, Location::Remote { .. })
     }
 
-    /// The whole path of a file here, for messages.
+    /// Returns the whole path of a file here, for messages.
     pub fn name_of(&self, path: &str) -> String {
         let whole = match &self.location {
             Location::Local(base) => base.display().to_string(),
@@ -177,7 +177,7 @@ impl Store {
         self.backend.waiter().wait(future)?.map_err(self.fail(action, path))
     }
 
-    /// A whole file.
+    /// Returns a whole file.
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
@@ -228,7 +228,7 @@ impl Store {
         }
     }
 
-    /// The item at `path`.
+    /// Returns the item at `path`.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is nothing; as [`Store::read`].
@@ -260,7 +260,7 @@ impl Store {
         Ok(items)
     }
 
-    /// Every file below `path`, sorted; none when there is no such place.
+    /// Returns every file below `path`, sorted; none when there is no such place.
     ///
     /// # Errors
     /// A backend that cannot be asked.

@@ -58,7 +58,7 @@ impl Event {
         }
     }
 
-    /// The event as a line: `time level target: message field=value`.
+    /// Returns the event as a line: `time level target: message field=value`.
     pub fn to_line(&self, hide_time: bool) -> String {
         let mut line = String::with_capacity(self.text.len() + 80);
         if !hide_time {

@@ -45,7 +45,7 @@ impl Pages {
         self.offset == 0
     }
 
-    /// Bytes of records after which they are written: a small part of a file, so that its size is kept.
+    /// Returns the bytes of records after which they are written: a small part of a file, so that its size is kept.
     pub(super) fn together(&self) -> u64 {
         TOGETHER.min(self.most / 4)
     }

@@ -126,7 +126,7 @@ impl Timeline {
         self.state.load(Ordering::Relaxed) != 0
     }
 
-    /// The rank whose arrivals alone are wanted, where each rank writes its own file.
+    /// Returns the rank whose arrivals alone are wanted, where each rank writes its own file.
     pub fn only(&self) -> Option<u32> {
         Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
     }

@@ -164,7 +164,7 @@ impl Writer {
         self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
     }
 
-    /// The track's place, which the file names from now on.
+    /// Returns the track's place, which the file names from now on.
     fn place(&mut self, track: &Track) -> &mut Place {
         let page = self.page;
         let (pid, named) = match self.places.get(track) {
@@ -235,7 +235,7 @@ impl Writer {
     }
 }
 
-/// One moment by both clocks, the second in microseconds since the epoch.
+/// Returns one moment by both clocks, the second in microseconds since the epoch.
 fn clocks() -> (Instant, u128) {
     let read = || {
         let start = Instant::now();

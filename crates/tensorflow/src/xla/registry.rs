@@ -46,7 +46,7 @@ struct Text {
 }
 
 impl Text {
-    /// A text to be read only: C++ must not destroy it, and never gets to.
+    /// Returns a text to be read only: C++ must not destroy it, and never gets to.
     fn over(text: &'static CStr) -> Self {
         let length = text.count_bytes();
         Self { data: text.as_ptr(), length, short: [length, 0] }

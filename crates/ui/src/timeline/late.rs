@@ -45,7 +45,7 @@ pub(super) struct Lateness {
 }
 
 impl Lateness {
-    /// The result of operations that began at `known` or later, in a job of `ranks` ranks.
+    /// Returns the result of operations that began at `known` or later, in a job of `ranks` ranks.
     pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64, ranks: usize) -> Self {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();

@@ -100,7 +100,7 @@ fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result
     Ok(Summary::of(&traces, &clocks, &lateness))
 }
 
-/// The operations of all traces, and the traces that can be read to their ends.
+/// Returns the operations of all traces, and the traces that can be read to their ends.
 fn read(traces: Vec<Trace>, broken: Broken) -> Result<(Vec<Trace>, Operations)> {
     let (mut whole, mut operations) = (Vec::new(), Operations::new());
     let mut failure = None;

@@ -122,7 +122,7 @@ impl Trace {
         each(&self.path, take)
     }
 
-    /// The operations that this rank has completed.
+    /// Returns the operations that this rank has completed.
     pub(super) fn operations(&self) -> Result<Vec<(Operation, Part)>> {
         let mut all = Vec::new();
         let mut tracks: HashMap<u32, (String, Open)> = HashMap::new();
@@ -165,18 +165,18 @@ impl Trace {
     }
 }
 
-/// The name of the track that a record introduces.
+/// Returns the name of the track that a record introduces.
 pub(super) fn named(record: &Record<'_>) -> Option<String> {
     let args = record.args.filter(|_| record.ph == "M")?;
     serde_json::from_str::<Named>(args.get()).ok().map(|named| named.name)
 }
 
-/// The list that an operation began in.
+/// Returns the list that an operation began in.
 pub(super) fn listed(record: &Record<'_>) -> Option<u64> {
     serde_json::from_str::<Listed>(record.args?.get()).ok().map(|listed| listed.list)
 }
 
-/// The records of what came before, if it is in a file of its own, and then those of the file.
+/// Returns the records of what came before, if it is in a file of its own, and then those of the file.
 fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD);
@@ -217,7 +217,7 @@ fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Re
     }
 }
 
-/// The record of a line, if it has one; or why it is none.
+/// Returns the record of a line, if it has one; or why it is none.
 fn record(line: &[u8]) -> std::result::Result<Option<Record<'_>>, String> {
     let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
     let text = text.trim().trim_end_matches(',');

@@ -75,7 +75,7 @@ def frame_source(value: Any) -> Source | None:
 
 
 def held(source: Any) -> pa.Table | None:
-    """Returns rows that are in memory already, and stay there; `None` for a stream."""
+    """Returns the rows that are in memory already, and stay there; `None` for a stream."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     if _is_pandas(source):

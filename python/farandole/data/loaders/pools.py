@@ -105,7 +105,7 @@ class PoolLoader(BaseDataLoader):
         return np.random.default_rng([self.loader.seed, *numbers])
 
     def _pool_rows(self, start: int) -> int:
-        """Returns rows of a pool on the rank that has most."""
+        """Returns the rows of a pool on the rank that has most."""
         if self.loader.tail == "pad":
             return self.loader.batch_size
         return min(self.loader.batch_size, -(-(self.loader.dataset.rows - start) // self.loader.size))
@@ -245,7 +245,7 @@ class WeightedLoader(PoolLoader):
         return (self._values or {})[value]
 
     def _draw(self, weight: Array, owners: Array, random: np.random.Generator) -> Array:
-        """Returns rows of a pool; of a shorter pool, as many in proportion."""
+        """Returns the rows of a pool; of a shorter pool, as many in proportion."""
         if not len(weight):
             return np.zeros(0, np.int64)
         count = max(1, round(self.batch_size * min(1.0, len(weight) / self.loader.batch_size)))

@@ -134,7 +134,7 @@ class SparkBackend(Backend):
         return {"num_proc": self._num_proc, **self._bounds, **given}
 
     def num_processes(self) -> int:
-        """Returns number of workers, or of those that the job begins with; without a number Spark is asked."""
+        """Returns the number of workers, or of those that the job begins with; without a number Spark is asked."""
         if self._num_proc is None:
             from farandole.spark.job.session import Cluster  # noqa: PLC0415 - LocalBackend does without
 

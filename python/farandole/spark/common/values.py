@@ -46,7 +46,7 @@ def fill(name: str, value: Any) -> Any:
 
 
 def categories(name: str, value: Any) -> dict[str, Any]:
-    """Returns names of columns, or by name their categories, or how many there may be; `None` for all."""
+    """Returns names of columns, or by name their categories or the greatest number of these; `None` for all."""
     if isinstance(value, str):
         raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
     by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())

@@ -198,7 +198,7 @@ def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
 
 
 def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
-    """Returns names of a model's outputs in the order of the labels, for a model that returns a dict.
+    """Returns the names of a model's outputs in the order of the labels, for a model that returns a dict.
 
     Args:
         value: what it returned.

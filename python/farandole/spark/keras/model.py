@@ -201,7 +201,7 @@ def _flat(model: Any, above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _width(dtype: str) -> int:
-    """Returns bytes of an element."""
+    """Returns the bytes of an element."""
     return np.dtype(_PLAIN.get(dtype, dtype)).itemsize
 
 

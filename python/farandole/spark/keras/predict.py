@@ -149,7 +149,7 @@ class Predictor:
         return features(batch, self.columns, self._names, self.encoding, fixed=True, texts=texts)
 
     def _transformed(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Returns columns after the transformation, of one row at least."""
+        """Returns the columns after the transformation, of one row at least."""
         if self._transformation is None:
             return columns
         made = self._transformation.predicted(columns, self._names)

@@ -333,7 +333,7 @@ class _Trainer:
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
 
     def _rows(self, source: Batched, place: Place) -> int:
-        """Returns rows of all processes in the epoch so far; a data module does not tell."""
+        """Returns the rows of all processes in the epoch so far; a data module does not tell."""
         return place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
 
     def _steps(self, source: Batched, asked: int | None) -> int:

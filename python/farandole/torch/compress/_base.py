@@ -100,7 +100,7 @@ class VectorCompressor(Compressor):
         self._residuals: dict[str, torch.Tensor] = {}
 
     def rounds(self, size: int) -> int:
-        """Returns number of operations of a reduction."""
+        """Returns the number of operations of a reduction."""
         return 2 if self._parts(size) > 1 else 1
 
     def _parts(self, size: int) -> int:

@@ -73,7 +73,8 @@ pub(super) struct Route {
     back: Course,
 }
 
-/// The links over which something goes: among equally full hosts those within the host, and one to each other host.
+/// Returns the links over which something goes: among equally full hosts those within the host, and one to each other
+/// host.
 fn routes(peers: &Peers) -> Arc<[Route]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of(link));
@@ -171,7 +172,7 @@ impl Hierarchy {
         })
     }
 
-    /// The route to the carrier of a chunk in another host.
+    /// Returns the route to the carrier of a chunk in another host.
     fn route_to(&self, peers: &Peers, host: usize, chunk: usize) -> usize {
         let link = peers.link_to(peers.hosts.carrier(host, chunk));
         self.routes.partition_point(|route| route.link < link)
@@ -442,7 +443,8 @@ impl Hierarchy {
     }
 }
 
-/// Bytes of the window that belong to this message and are whole units, or its end. Twice: without padding and with it.
+/// Returns the bytes of the window that belong to this message and are whole units, or its end. Twice: without padding
+/// and with it.
 pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
     let left = message.left();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };

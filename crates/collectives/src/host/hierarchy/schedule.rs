@@ -49,7 +49,8 @@ struct Turns {
 }
 
 impl Turns {
-    /// The chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such chunk.
+    /// Returns the chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such
+    /// chunk.
     fn both((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
         // The first is before the least common multiple.
         let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
@@ -57,7 +58,7 @@ impl Turns {
         Some(Self { first, step })
     }
 
-    /// The first of them that is not before `chunk`.
+    /// Returns the first of them that is not before `chunk`.
     fn from(self, chunk: usize) -> usize {
         self.first + chunk.saturating_sub(self.first).div_ceil(self.step) * self.step
     }
@@ -139,7 +140,7 @@ impl Schedule {
         ahead_between(&self.hosts) / self.hosts.members(host).len().max(1) + 2
     }
 
-    /// Bytes of the longest part of a chunk.
+    /// Returns the bytes of the longest part of a chunk.
     pub(super) fn longest_part(&self) -> usize {
         part_for(self.chunk, self.hosts.count())
     }
@@ -148,7 +149,7 @@ impl Schedule {
         &self.hosts
     }
 
-    /// The host that owns what is at `at` of a chunk, and where its part begins and ends.
+    /// Returns the host that owns what is at `at` of a chunk, and where its part begins and ends.
     pub(super) fn owner(&self, chunk: usize, at: usize) -> Option<(usize, Range<usize>)> {
         let bytes = self.chunk(chunk).1;
         let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());
@@ -179,7 +180,8 @@ impl Schedule {
         (start(host), start(host + 1) - start(host))
     }
 
-    /// The first position from `slot` on whose message is not empty. Past the last slot the message is finished.
+    /// Returns the first position from `slot` on whose message is not empty. Past the last slot the message is
+    /// finished.
     pub(super) fn seek(&self, slot: usize, course: &Course) -> Position {
         let early = course.early.and_then(|turns| {
             let chunk = self.present(turns.from(slot.div_ceil(2)))?;
@@ -202,17 +204,17 @@ impl Schedule {
         (chunk < self.chunks).then_some(chunk)
     }
 
-    /// The position after this one.
+    /// Returns the position after this one.
     pub(super) fn next(&self, position: Position, course: &Course) -> Position {
         self.seek(position.slot.saturating_add(1), course)
     }
 
-    /// The chunk of which an input or partial is at this position.
+    /// Returns the chunk of which an input or partial is at this position.
     pub(super) fn early_at(&self, position: Position) -> Option<usize> {
         self.early(position.slot)
     }
 
-    /// The chunk of which a result is at this position.
+    /// Returns the chunk of which a result is at this position.
     pub(super) fn late_at(&self, position: Position, course: &Course) -> Option<usize> {
         self.late(position.slot, course)
     }
@@ -249,8 +251,8 @@ fn ahead_within(hosts: &Hosts) -> usize {
     LOOKAHEAD_WITHIN * hosts.largest()
 }
 
-/// Bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do not travel:
-/// a ring need not hold a chunk.
+/// Returns the bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do
+/// not travel: a ring need not hold a chunk.
 fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> Option<usize> {
     let sizes = hosts.sizes();
     let fewest = sizes.iter().copied().filter(|size| *size > 0).min()?;

@@ -107,7 +107,7 @@ impl InPlace {
         Ok(Stage::Elsewhere(Box::new(Pipeline::new(peers, reducer, inputs, outputs)?)))
     }
 
-    /// All members' places, if all have told them.
+    /// Returns all members' places, if all have told them.
     fn places(&self, member: usize) -> Option<Vec<Vec<Place>>> {
         self.heads.said(member).map(|head| head.chunks(UNIT).map(Place::read).collect()).collect()
     }

@@ -79,12 +79,12 @@ pub(in super::super) fn pays(
         && peers.capacity >= UNIT * reducer.expansion()
 }
 
-/// The member that joins a host's inputs of a member's part.
+/// Returns the member that joins a host's inputs of a member's part.
 fn carrier(hosts: &Hosts, host: usize, of: usize) -> usize {
     if hosts.of(of) == host { of } else { hosts.carrier(host, of) }
 }
 
-/// The members of whose parts something goes from one member to another.
+/// Returns the members of whose parts something goes from one member to another.
 fn travels(hosts: &Hosts, from: usize, to: usize) -> Vec<usize> {
     let host = hosts.of(from);
     if hosts.of(to) != host {

@@ -44,7 +44,7 @@ struct Stream {
     out: Message,
 }
 
-/// A member's part of all tensors.
+/// Returns a member's part of all tensors.
 fn parts(segments: &[Segment], bytes: &[Vec<usize>], member: usize) -> Flat {
     let part = |(segment, counts): (&Segment, &Vec<usize>)| {
         segment.input.slice(counts[..member].iter().sum(), counts[member])

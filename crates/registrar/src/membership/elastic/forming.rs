@@ -19,7 +19,7 @@ impl Elastic {
         present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
 
-    /// Members of the present world that are neither done nor gone nor about to go, by rank.
+    /// Returns the members of the present world that are neither done nor gone nor about to go, by rank.
     pub(super) fn survivors(&self, present: &Present) -> Vec<TaskId> {
         let there = |task: &TaskId| {
             self.stage(*task).is_some_and(|stage| !matches!(stage, Stage::Done | Stage::Leaving))

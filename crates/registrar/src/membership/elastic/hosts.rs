@@ -124,7 +124,7 @@ impl Hosts {
         surplus
     }
 
-    /// A host name for each slot that a new worker may take now, host by host.
+    /// Returns a host name for each slot that a new worker may take now, host by host.
     pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, &str)]) -> impl Iterator<Item = String> {
         let mut taken: HashMap<&str, usize> = HashMap::new();
         for (_, name) in living {
@@ -162,7 +162,7 @@ impl Host {
     }
 }
 
-/// A number that differs between hosts and failures and is the same in every run (FNV-1a).
+/// Returns a number that differs between hosts and failures and is the same in every run (FNV-1a).
 fn spread(name: &str, failures: u32) -> u32 {
     let bytes = name.bytes().chain(failures.to_le_bytes());
     bytes.fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))

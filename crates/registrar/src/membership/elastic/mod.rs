@@ -157,7 +157,7 @@ pub(crate) struct Elastic {
 }
 
 impl Elastic {
-    /// A job without workers.
+    /// Returns a job without workers.
     pub(crate) fn new(rules: Rules) -> Self {
         Self {
             hosts: Hosts::new(rules.cooldown),
@@ -180,12 +180,12 @@ impl Elastic {
         }
     }
 
-    /// The latest world; 0 before the first.
+    /// Returns the latest world; 0 before the first.
     pub(crate) fn generation(&self) -> Generation {
         self.generation
     }
 
-    /// The present world, seen from rank 0.
+    /// Returns the present world, seen from rank 0.
     pub(crate) fn world(&self) -> Option<World> {
         assign_as_listed(self.generation, &self.present.as_ref()?.places).ok()
     }

@@ -49,7 +49,7 @@ pub(super) struct Failure {
 }
 
 impl Why {
-    /// The meaning of an exit with another code than 0.
+    /// Returns the meaning of an exit with another code than 0.
     pub(super) fn of(exit: &Exit) -> Self {
         let sentence = exit.how.to_string();
         match &exit.how {

@@ -214,7 +214,7 @@ class Source:
         return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
 
     def rows_in(self, first: int, last: int) -> int:
-        """Returns rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
+        """Returns the rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
         return self._until(last) - self._until(first)
 
     def share(self, rows: Rows) -> float:
@@ -239,13 +239,13 @@ class Source:
             current, row = current + 1, 0
 
     def _first_pass(self, number: int, steps: int) -> int:
-        """Returns number of the pass that an epoch of so many steps begins with, or continues with."""
+        """Returns the number of the pass that an epoch of so many steps begins with, or continues with."""
         if self._begun.number is not None:
             return self._begun.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
     def _until(self, steps: int) -> int:
-        """Returns rows of all processes in the steps from the place where the epoch continues up to `steps`."""
+        """Returns the rows of all processes in the steps from the place where the epoch continues up to `steps`."""
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         done, first = steps - self._begun.steps, -(-left // whole)
         if done <= first:

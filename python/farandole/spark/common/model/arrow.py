@@ -69,7 +69,7 @@ def features(
     fixed: bool = False,
     texts: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Returns columns as arrays by name, as in training; for nested columns padded rows and, beside them, lengths.
+    """Returns the columns as arrays by name, as in training; for nested columns padded rows and, beside them, lengths.
 
     Args:
         batch: whose columns go by number.
@@ -138,7 +138,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
-    """Returns rows of a matrix as dense Spark vectors.
+    """Returns the rows of a matrix as dense Spark vectors.
 
     Args:
         values: shape `(rows, length)`.

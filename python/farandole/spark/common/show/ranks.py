@@ -94,7 +94,7 @@ def state(rank: Mapping[str, Any], usual: float | None) -> str:
 
 
 def _own(rank: Mapping[str, Any]) -> float | None:
-    """Returns seconds of a step without its wait for the others; `None` where the rank does not measure that wait."""
+    """Returns the seconds of a step without its wait for the others; `None` if the rank does not measure it."""
     step: Any = rank.get("step_seconds")
     reduce: Any = rank.get("reduce_seconds")
     return step - reduce if _is_number(step) and _is_number(reduce) else None

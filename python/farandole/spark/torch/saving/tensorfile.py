@@ -68,7 +68,7 @@ def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Returns bytes as tensors.
+    """Returns the bytes as tensors.
 
     Args:
         data: what `dump`, or the library of that name, made.

@@ -86,7 +86,7 @@ class ModuleSource:
 
 
 def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns columns of NumPy or torch as tensors, without those of no numeric type.
+    """Returns the columns of NumPy or torch as tensors, without those of no numeric type.
 
     Args:
         columns: by name, rows first.

@@ -328,7 +328,7 @@ impl Run {
         }
     }
 
-    /// The report that a peer's engine would make of it.
+    /// Returns the report that a peer's engine would make of it.
     fn is_silent(&self, task: u32) -> bool {
         let Some(process) = self.processes.get(&task) else { return true };
         (process.dead && !process.returned) || process.stopped_until > self.now

@@ -17,7 +17,7 @@ pub(super) struct Kept {
     steps: Vec<Step>,
 }
 
-/// The machine without the times of the last signs of life, which no journal has.
+/// Returns the machine without the times of the last signs of life, which no journal has.
 fn calm(machine: &Elastic) -> Elastic {
     let mut calm = machine.clone();
     for worker in calm.workers.values_mut() {

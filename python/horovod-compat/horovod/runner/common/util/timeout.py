@@ -33,7 +33,7 @@ class Timeout:
         self._message = message
 
     def remaining(self) -> float:
-        """Returns seconds that are left, at least 0."""
+        """Returns the seconds that are left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def timed_out(self) -> bool:
