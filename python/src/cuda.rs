@@ -152,7 +152,7 @@ impl Kernels {
     }
 }
 
-/// NCCL's communicator of one member, to compare what is put around NCCL with NCCL itself.
+/// NCCL's communicator of one member, to compare the work around NCCL with NCCL itself.
 #[pyclass(frozen, module = "farandole._native.cuda")]
 struct Ring {
     communicator: Mutex<NcclCommunicator<GpuLane>>,

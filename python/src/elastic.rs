@@ -163,7 +163,7 @@ impl PyElasticJob {
         [first].into_iter().chain(rest).map(|news| told(py, news)).collect()
     }
 
-    /// Has the job end: with time for last checkpoints the first time, soon the second, at once the third.
+    /// Ends the job: with time for last checkpoints the first time, soon the second, at once the third.
     fn end(&self) {
         let before = self.wish.load(Ordering::Acquire);
         self.wish.store(before.saturating_add(1).min(3), Ordering::Release);

@@ -143,7 +143,7 @@ impl Gathered {
         }
     }
 
-    /// Has a stream of the GPU move all bytes to an address there, once they are there, and gives the memory back behind
+    /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the memory behind
     /// that. Once only; returns at once.
     #[pyo3(signature = (address, stream, /))]
     fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.timeline`: what can be seen of this process from outside.
+//! `farandole._native.timeline`: the timeline of this process.
 
 use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::Arc;

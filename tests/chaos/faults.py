@@ -96,7 +96,7 @@ class Job:
         return list(worlds[max(worlds)].values())
 
     def list(self) -> None:
-        """Has the discovery script list what there is."""
+        """Lets the discovery script list the present hosts."""
         head = self.bed["head"]
         text = "".join(f"{name}:{slots}\n" for name, slots in self.listed.items() if slots)
         head.write("hosts.new", text)

@@ -75,7 +75,7 @@ def wait_for_finished(folder: Path, step: int, count: int) -> None:
 
 
 def fail_once(folder: Path, step: int, others: int) -> None:
-    """Has the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
+    """Makes the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
     reduce = TolerantReducer._reduce
 
     def fail(reducer: TolerantReducer) -> None:

@@ -62,7 +62,7 @@ MODEL = "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SG
 
 
 def step_of(script):
-    """Has a script that begins training do a step; whether the parameters of both ranks are equal then."""
+    """Runs a step in a script that begins training; returns whether the parameters of both ranks are then equal."""
     import torch
 
     import farandole.torch as hvd

@@ -44,7 +44,7 @@ def rows(tmp_path):
 
 
 def summed(output, _label):
-    """Has each row add itself to the weight, by as much whatever the number of processes is."""
+    """Adds each row to the weight, by an amount that does not depend on the number of processes."""
     return -output.mean()
 
 
@@ -154,7 +154,7 @@ def test_an_error_of_one_worker_ends_the_fit(rows, tmp_path):
 
 
 class Sum(lightning.LightningModule):
-    """Has each row of all processes add itself to the weight, whatever their number is."""
+    """Adds each row of all processes to the weight, for any number of them."""
 
     def __init__(self):
         super().__init__()

@@ -40,7 +40,7 @@ class World:
         return Turns(self.total, self.batch, False, rank, size, Place(0, 0))
 
     def take(self, books: Turns) -> bool:
-        """Has a rank take what it needs for a step; false when all epochs are over."""
+        """Takes the rows that a rank needs for a step; false when all epochs are over."""
         while len(books.hand) < self.passes:
             if books.epoch >= EPOCHS:
                 return bool(books.hand)

@@ -121,7 +121,7 @@ class Hadoop:
         return line
 
     def order(self, text):
-        """Has name nodes change places, and waits until they have."""
+        """Lets name nodes change roles, and waits until they have."""
         self._process.stdin.write(f"{text}\n")
         self._process.stdin.flush()
         self._answer("DONE")

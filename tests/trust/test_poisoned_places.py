@@ -90,7 +90,7 @@ def files_of(folder):
 
 
 def each_poisoned(folder, mark, read, poison):
-    """Has each file be poisoned in turn, in a copy, and read; says which files there were."""
+    """Poisons each file in turn, in a copy, and reads it; returns the files."""
     names = files_of(folder)
     for index, name in enumerate(names):
         copy = folder.with_name(f"copy-{index}")

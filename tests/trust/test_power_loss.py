@@ -185,7 +185,7 @@ def test_a_model_that_was_exported_is_there_and_so_is_the_one_before_until_then(
 
 
 def followed(patch, owner, name, step):
-    """Has every call of a function be followed by a step."""
+    """Runs a step after every call of a function."""
     real = getattr(owner, name)
 
     def call(*arguments, **named):
@@ -197,7 +197,7 @@ def followed(patch, owner, name, step):
 
 
 def sync_names(folder):
-    """Has the names below a directory be on the disk, as the kernel may write them back at any time before contents."""
+    """Writes the names below a directory to the disk, as the kernel may do at any time before contents."""
     for place, _, _ in os.walk(folder):
         durable.Disk().sync(Path(place))
 

@@ -42,7 +42,7 @@ const FRAMEWORKS: &[(&str, &str, &str)] = &[
 const SPARK: &[(&str, &str, &str)] =
     &[("pyspark", "PySpark", "spark"), ("pyarrow", "PyArrow", "spark"), ("pandas", "pandas", "spark")];
 
-/// One page, section by section, and what is wrong at its end.
+/// One page, section by section, with the problems at its end.
 #[derive(Default)]
 struct Page {
     text: String,
@@ -255,7 +255,7 @@ fn devices(page: &mut Page, python: &Python) {
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
     let mut places = Places::of(&named);
     places.packages.extend(python.folders.iter().cloned());
-    // What is missing is no problem: without it, tensors on a GPU go through host memory.
+    // A missing library is no problem: without it, tensors on a GPU go through host memory.
     let findings = inventory(&places);
     for Finding { name, works, detail } in &findings {
         page.check(*works, name, detail);

@@ -170,7 +170,7 @@ fn age(text: &str) -> Result<Duration> {
     count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
 }
 
-/// Has stores opened with the options of a command line.
+/// Opens stores with the options of a command line from now on.
 pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> {
     let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();

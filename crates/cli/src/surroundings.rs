@@ -15,7 +15,7 @@ pub trait Surroundings {
     /// Returns the request of the signals so far.
     fn wish(&self) -> Wish;
 
-    /// Returns the interpreter, and what is installed in it. Nothing is imported to find out.
+    /// Returns the interpreter and its installed packages. Nothing is imported to find out.
     fn python(&self) -> Python;
 
     /// Folder of the Python package.
@@ -24,7 +24,7 @@ pub trait Surroundings {
     /// Returns the packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 
-    /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.
+    /// Calls `main(words)` of a module of the package; the exit status, or a text about the exception.
     ///
     /// # Errors
     /// What the function raised, or that there is no such module.

@@ -69,7 +69,7 @@ impl Gathering {
     /// # Errors
     /// It cannot be written, or there is no room for a folder.
     pub(crate) fn new(path: &Path, next: &Arc<dyn Sink>) -> Result<Arc<Self>> {
-        // Said before the job runs for hours. What is there stays until there is something to replace it.
+        // Said before the job runs for hours. The present file stays until it can be replaced.
         OpenOptions::new()
             .create(true)
             .append(true)
@@ -79,7 +79,7 @@ impl Gathering {
         Ok(Arc::new(Self { path: path.to_owned(), pieces, next: Arc::clone(next) }))
     }
 
-    /// Merges what has come; what to tell of it.
+    /// Merges the received timelines; returns a message.
     ///
     /// # Errors
     /// Nothing has come, or the trace cannot be written.

@@ -140,7 +140,7 @@ pub trait Communicator: Send {
     /// complete later; until then nothing but their device touches their buffers.
     fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
 
-    /// Waits until what was launched is done, for at most so long: before an end in good order.
+    /// Waits until launched work is done, for at most so long: before an orderly end.
     fn drain(&mut self, _limit: Duration) {}
 
     /// For an owner that makes no more progress: the memory of submitted operations is not touched any more. All
@@ -166,8 +166,8 @@ pub trait Room: Send + Sync {
     /// Returns the memory, for the operation alone: to be used no longer than this lives.
     fn buffer(&self) -> Buffer;
 
-    /// Has a stream of the framework's move the bytes to memory of the same device, after `reached`, and give this memory
-    /// back behind that; the host waits for nothing. Once only.
+    /// Lets a framework's stream move the bytes to memory of the same device, after `reached`, and free this memory
+    /// behind that; the host waits for nothing. Once only.
     ///
     /// # Errors
     /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before; `Device`.

@@ -51,7 +51,7 @@ pub(crate) struct Shape {
 }
 
 /// A row of the table: up to how many bytes which algorithm is the fastest for worlds of up to so many members, on up
-/// to so many hosts. What is larger is pipelined, by hosts where members share one.
+/// to so many hosts. Larger tensors are pipelined, by hosts if members share one.
 struct Row {
     members: usize,
     hosts: usize,

@@ -96,7 +96,7 @@ impl Open {
         drop(self.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
     }
 
-    /// Returns an event after what is on a stream now.
+    /// Returns an event after the present work of a stream.
     fn mark(self: &Arc<Self>, stream: Stream, keep: Vec<Buffer>) -> Result<Reached> {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
@@ -228,7 +228,7 @@ impl Gpu {
             0
         });
         let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
-        // Also after a failure: what was queued before it continues.
+        // Also after a failure: work that was queued before it continues.
         let event = open.mark(stream, keep);
         copied.and(event).map_err(|error| self.failed(&error))
     }

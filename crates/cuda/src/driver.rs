@@ -21,7 +21,7 @@ pub type Function = *mut c_void;
 /// Memory in the order of streams.
 pub type MemoryPool = *mut c_void;
 
-/// `CUmemPoolProps`: what is not named is 0, which asks for nothing.
+/// `CUmemPoolProps`: fields without a name here are 0, which is the default.
 #[derive(Debug)]
 #[repr(C)]
 pub struct PoolSettings {
@@ -319,8 +319,8 @@ impl Context {
         self.ordinal
     }
 
-    /// Calls a function of the driver with this context current, and leaves the thread as it was. Where another thread
-    /// captures a graph, that continues: what is asked for here is no part of it.
+    /// Calls a function of the driver with this context current, and leaves the thread as it was. If another thread
+    /// captures a graph, that continues: calls made here are no part of it.
     ///
     /// # Errors
     /// `Driver` with the function's name.
@@ -400,7 +400,7 @@ impl Context {
         }
     }
 
-    /// Returns memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for later work of the stream.
     ///
     /// # Errors
     /// `Driver` when there is none left.
@@ -439,7 +439,7 @@ impl Context {
         Some(pool)
     }
 
-    /// Gives memory back behind what is on a stream.
+    /// Frees memory after the present work of a stream.
     ///
     /// # Errors
     /// `Driver`.

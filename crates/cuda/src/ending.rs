@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use farandole_collectives::Communicator;
 
-/// Between two looks at what comes to its end.
+/// Pause between two looks at ending work.
 const LOOK: Duration = Duration::from_micros(50);
 /// The longest that work is waited for which was put on a stream or told to end, and peers that end at the same time. It
 /// takes milliseconds, unless work of the framework that it comes after is not done yet.

@@ -111,7 +111,7 @@ impl Places {
     /// Loads the first that can be.
     ///
     /// # Errors
-    /// `NotFound` with what was wrong with those that are there.
+    /// `NotFound` with the problems of the candidates that exist.
     pub fn load(&self, kind: Kind) -> Result<Library> {
         let mut tried = Vec::new();
         for candidate in self.candidates(kind) {

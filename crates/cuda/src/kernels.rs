@@ -218,7 +218,7 @@ macro_rules! arguments {
 }
 
 impl Kernels {
-    /// Compiles them for the context's device, or takes what was compiled before, and loads them.
+    /// Compiles them for the context's device, or takes them from the cache, and loads them.
     ///
     /// # Errors
     /// `Compile`, `Driver`.

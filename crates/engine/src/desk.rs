@@ -115,7 +115,7 @@ impl Desk {
         }
     }
 
-    /// Has a result go to a callback: at once, into `calls`, if it is there. The handle is gone.
+    /// Sends a result to a callback: at once, into `calls`, if it exists already. The handle is gone.
     pub(crate) fn hand_over(&mut self, handle: Handle, callback: Callback, calls: &mut Vec<Call>) {
         match self.handles.remove(&handle.0) {
             Some(State::Done(result)) => calls.push((callback, result)),

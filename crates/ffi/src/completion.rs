@@ -36,7 +36,7 @@ impl Receiver {
         match results {
             Ok(completions) => {
                 if completions.iter().any(|completion| completion.last.is_some()) {
-                    // Before anybody hears of it, and submits what comes next.
+                    // Before any caller gets it, and submits the next operation.
                     names::joined();
                 }
                 let outputs: Vec<Output> = completions.iter().map(output).collect();

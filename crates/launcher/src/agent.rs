@@ -171,7 +171,7 @@ impl Agent {
         Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
     }
 
-    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Has an answer once.
+    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Holds one answer.
     pub fn wait(&self, timeout: Duration) -> Option<Result<Outcome>> {
         match self.outcome.lock().recv_timeout(timeout) {
             Ok(outcome) => Some(outcome),

@@ -72,7 +72,7 @@ fn newest(folder: &Path) -> Option<PathBuf> {
 /// Errors of files and of the registrar.
 type Failure = Box<dyn std::error::Error>;
 
-/// Sends the file of a rank; what came before it and is in a file of its own comes first.
+/// Sends the file of a rank; an older file with earlier records comes first.
 fn send(client: &Client, path: &Path, deadline: Instant) -> Result<(), Failure> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD);

@@ -232,7 +232,7 @@ impl<'a> Conduct<'a> {
         drop(self.registrar.abort(reason));
     }
 
-    /// Ends a job that cannot begin or continue, and what is left of one that is over.
+    /// Ends a job that cannot begin or continue, and the rest of a job that is over.
     fn give_up(&mut self) {
         let now = Instant::now();
         let passed = |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);

@@ -197,7 +197,7 @@ pub(crate) fn write(out: &mut (impl Write + ?Sized), kind: Kind, body: &[u8]) ->
     out.flush()
 }
 
-/// As [`write`], of what has a JSON form.
+/// As [`write`], for values with a JSON form.
 pub(crate) fn write_json(
     out: &mut (impl Write + ?Sized),
     kind: Kind,
@@ -220,7 +220,7 @@ pub(crate) fn read(input: &mut impl Read) -> io::Result<Option<(Kind, Vec<u8>)>>
     let Some(kind) = kind else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no frame of an agent"));
     };
-    // Memory grows with what comes, not with what was announced.
+    // Memory grows with the received bytes, not with the announced size.
     let mut body = Vec::new();
     if input.take(length).read_to_end(&mut body)? as u64 != length {
         return Err(io::ErrorKind::UnexpectedEof.into());

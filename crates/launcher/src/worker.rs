@@ -200,7 +200,7 @@ impl Worker {
         if let Some(pipe) = result_from {
             worker.result = Some(named("result", move || {
                 let mut bytes = Vec::new();
-                // What came before a failure is still handed on; its reader judges it.
+                // Output before a failure is still passed on; its reader judges it.
                 drop(File::from(pipe).read_to_end(&mut bytes));
                 bytes
             })?);

@@ -201,7 +201,7 @@ impl Side {
     }
 }
 
-/// Hashes what goes to the store: the whole file, and each column's chunk of every row group.
+/// Hashes the bytes that go to the store: the whole file, and each column's chunk of every row group.
 struct Sink {
     upload: Upload,
     hash: Xxh3,

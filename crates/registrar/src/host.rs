@@ -46,7 +46,7 @@ pub fn addresses() -> Vec<IpAddr> {
 /// host has an address of its own; `None` for an empty wish.
 ///
 /// # Errors
-/// `Options` for what is neither, or is not this host's.
+/// `Options` for a text that is neither, or that is not of this host.
 pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     if wish.is_empty() {
         return Ok(None);

@@ -129,7 +129,7 @@ impl Meetings {
         self.generation == generation
     }
 
-    /// Has `note` called with each world that forms, before its ranks hear of it.
+    /// Calls `note` with each world that forms, before its ranks get it.
     pub(crate) fn note_with(&mut self, note: impl Fn(&Formed) + Send + 'static) {
         self.note = Some(Box::new(note));
     }

@@ -7,8 +7,8 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the
-//! same user only. Process numbers differ between containers; so what was opened counts only if it holds the nonce.
+//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of
+//! the same user only. Process numbers differ between containers; so opened memory counts only if it holds the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

@@ -36,7 +36,7 @@ impl Cursors {
         self.tail.0.load(Ordering::Acquire)
     }
 
-    /// Producer: asks to hear of the next release, and says what is released by now.
+    /// Producer: asks for a signal at the next release, and returns the bytes released so far.
     pub(crate) fn want(&self) -> usize {
         self.wanted.0.store(1, Ordering::Relaxed);
         // Pairs with the fence in `release`: either it sees `wanted`, or we see its new head.

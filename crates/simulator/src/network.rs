@@ -13,7 +13,7 @@ const PROBE: f64 = 0.008;
 /// Memory and interfaces. Callers must come in the order of time.
 pub(crate) struct Network {
     cluster: Cluster,
-    /// Until when each is taken, by host; interfaces in both directions.
+    /// Time at which each becomes free, by host; interfaces in both directions.
     memory: Vec<f64>,
     out: Vec<f64>,
     incoming: Vec<f64>,
@@ -58,14 +58,15 @@ impl Network {
         memory.max(now + cost.core * slowdown)
     }
 
-    /// Puts a message on its way: when its head is at the other host.
+    /// Sends a message, and returns the time at which its head is at the other host.
     pub(crate) fn depart(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
         let start = self.out[host].max(now);
         self.out[host] = start + self.airtime(bytes);
         start + self.cluster.latency.as_secs_f64()
     }
 
-    /// The head of a message is there: when all of it is. Messages of several senders wait for each other.
+    /// The head of a message has arrived: returns the time at which all of it has. Messages of several senders wait
+    /// for each other.
     pub(crate) fn arrive(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
         let end = self.incoming[host].max(now) + self.airtime(bytes);
         self.incoming[host] = end;
@@ -84,7 +85,7 @@ impl Network {
         }
         let packets = (bytes / self.cluster.segment()).ceil().max(messages);
         if chance < 1.0 - arrives.powf(messages) {
-            // Nothing comes after a last packet that would tell of its loss.
+            // No packet after the last one would show its loss.
             if packets > messages { PROBE + 4.0 * self.cluster.latency.as_secs_f64() } else { TIMEOUT }
         } else if chance < 1.0 - arrives.powf(packets) {
             2.0 * self.cluster.latency.as_secs_f64()

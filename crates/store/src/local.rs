@@ -139,7 +139,7 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 /// the disk before the name is, and the name when this returns.
 ///
 /// # Errors
-/// The system's; what was there before is still there then.
+/// The system's; the earlier content is then unchanged.
 pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
     create_directories(directory)?;
@@ -178,7 +178,7 @@ fn create_directories(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Has what a file that was written otherwise holds, and its name, outlast a loss of power.
+/// Syncs a file that was written otherwise, and its name, so that both survive a loss of power.
 ///
 /// # Errors
 /// The system's.
@@ -187,7 +187,7 @@ pub(crate) fn sync(path: &Path) -> Result<()> {
     path.parent().map_or(Ok(()), sync_directory)
 }
 
-/// Has the names in a directory outlast a loss of power, on file systems that can be asked to.
+/// Syncs the names in a directory, so that they survive a loss of power, on file systems that can do so.
 fn sync_directory(directory: &Path) -> Result<()> {
     match File::open(directory)?.sync_all() {
         Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),

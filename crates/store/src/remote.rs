@@ -105,7 +105,7 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
     }
     let name = |(key, value): (String, String)| {
         let ours = names.iter().find(|(theirs, _)| *theirs == key).map_or(key.as_str(), |(_, ours)| ours);
-        // What others take for the name of a file may be what would be in it.
+        // Other libraries take a file's name where this option takes its content.
         let content = ours == "google_service_account" && value.trim_start().starts_with('{');
         let ours = if content { "google_service_account_key" } else { ours };
         (ours.to_ascii_lowercase(), value)

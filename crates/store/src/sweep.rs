@@ -84,10 +84,10 @@ pub fn stale(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec
     Ok(found)
 }
 
-/// Deletes what is [`stale`]; says what went.
+/// Deletes [`stale`] directories, and returns them.
 ///
 /// # Errors
-/// A backend that cannot be asked or does not delete; what is gone by then stays gone.
+/// A backend that cannot be asked or does not delete; directories deleted by then stay deleted.
 pub fn sweep(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
     delete(store, stale(store, older_than, now)?, now)
 }

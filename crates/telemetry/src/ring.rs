@@ -90,7 +90,7 @@ impl<T: Weight> Ring<T> {
         self.inner.lock().weight
     }
 
-    /// Refuses later records and wakes the draining thread. What is already here stays to be drained.
+    /// Refuses later records and wakes the draining thread. Earlier records stay to be drained.
     pub fn close(&self) {
         self.inner.lock().closed = true;
         self.arrived.notify_all();

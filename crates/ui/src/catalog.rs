@@ -36,7 +36,7 @@ pub(crate) struct Found {
     pub(crate) files: Arc<Files>,
 }
 
-/// Every source, with what is known of it.
+/// Every source, with its known facts.
 #[derive(Debug)]
 pub(crate) struct Catalog(Vec<(Source, Mutex<Known>)>);
 

@@ -57,7 +57,7 @@ impl Source {
         if self.store.is_remote() { 16 } else { 4 }
     }
 
-    /// Returns the directory of the runs: `runs` below a store's prefix, or what was given.
+    /// Returns the directory of the runs: `runs` below a store's prefix, or the given one.
     ///
     /// # Errors
     /// A store that cannot be asked.

@@ -71,8 +71,8 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
 }
 
 /// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks that were given out
-/// before anybody registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank.
-/// The returned world is seen from rank 0.
+/// before any task registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank. The
+/// returned world is seen from rank 0.
 ///
 /// # Errors
 /// As [`assign`].

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Newtypes for what can be confused.
+//! Newtypes for numbers that can be confused.
 
 use std::fmt;
 

@@ -121,7 +121,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Multiplies a learning rate by a factor that depends on the epoch.
 
     Args:
-        initial_lr: What is multiplied.
+        initial_lr: The learning rate that is multiplied.
         multiplier: A function of the epoch, a fraction unless `staircase`; or a number m, for m to the power of the
             epochs since `start_epoch`.
         start_epoch: The first epoch in which the callback acts.

@@ -99,7 +99,7 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state every so many batches, and at the end of every epoch.
 
     Args:
-        state: What is committed.
+        state: The state to commit.
         batches_per_commit: How often; a commit copies the model and asks all ranks.
     """
 

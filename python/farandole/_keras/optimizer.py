@@ -28,7 +28,7 @@ class Distribution:
     """Makes an optimizer distributed.
 
     Args:
-        settings: What was asked for.
+        settings: The caller's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -165,7 +165,7 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
 
     Args:
         optimizer: Keras's.
-        settings: What is asked for.
+        settings: The caller's settings.
 
     Returns:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.

@@ -60,7 +60,7 @@ class Kernels:
 
 @final
 class Ring:
-    """NCCL's communicator of one member, to compare what is put around NCCL with NCCL itself.
+    """NCCL's communicator of one member, to compare the work around NCCL with NCCL itself.
 
     Raises:
         FarandoleEnvironmentError: When the driver, NCCL or the GPU is not there.

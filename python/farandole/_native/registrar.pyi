@@ -125,7 +125,7 @@ class Registrar:
             FarandoleEnvironmentError: Nothing could be listened on.
         """
     def dismiss(self, task: int, reason: str) -> None:
-        """Has a worker of an elastic job leave at its next chance, which is no failure."""
+        """Lets a worker of an elastic job leave at its next chance, which is no failure."""
     @property
     def ticket(self) -> str:
         """The secret that lets a task in: addresses, certificate fingerprint, token, job id."""

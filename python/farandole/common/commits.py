@@ -75,7 +75,7 @@ class StoredCommits:
         return self._begun == commits and self._failure is None
 
     def begin(self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]) -> None:
-        """Has a commit written in another thread.
+        """Writes a commit in another thread.
 
         Args:
             commits: Its number.

@@ -139,7 +139,7 @@ class State:
         """Adapts to a new world; nothing to do by default."""
 
     def _to_store(self) -> None:
-        """Has the last commit written where it is due."""
+        """Writes the last commit if it is due."""
         if self._stored is None:
             return
         self._writes = self._rank() == 0

@@ -58,7 +58,7 @@ def heeded() -> Iterator[None]:
 
 
 def heed() -> dict[int, Any]:
-    """Has `SIGNALS` mean to leave in time, where they mean nothing else yet.
+    """Handles `SIGNALS` as notices of an early end, unless they have handlers already.
 
     The second of them ends the process as it would have without.
 

@@ -44,7 +44,7 @@ def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
     """Returns the groups by the keys of their variables.
 
     Raises:
-        ValueError: When the number is not positive, or a list has what is no variable or one twice.
+        ValueError: The number is not positive, or a list has an object that is no variable, or a variable twice.
     """
     if groups is None:
         return None

@@ -22,7 +22,7 @@ Average = 0
 Sum = 1
 """Sum."""
 Adasum = 2
-"""Adaptive summation: what ranks agree on counts once, what is orthogonal adds up."""
+"""Adaptive summation: equal parts of ranks' gradients count once, orthogonal parts add up."""
 Min = 3
 """Smallest."""
 Max = 4

@@ -66,7 +66,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
     Args:
         roles: the columns asked for.
         present: the columns there are.
-        where: what was searched, in the words of messages.
+        where: the searched source, in the words of messages.
 
     Raises:
         ValueError: naming the column and what might have been meant.

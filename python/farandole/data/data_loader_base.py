@@ -119,7 +119,7 @@ class AsyncDataLoaderMixin:
 
 
 class _End:
-    """The last thing in a queue, with what went wrong."""
+    """The last item of a queue, with the error."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error

@@ -108,7 +108,7 @@ def linked(store: AbstractFilesystemStore, dataset: Dataset) -> str:
 
     Args:
         store: Where the small file behind the URL goes, if one is needed.
-        dataset: What was opened.
+        dataset: The opened data set.
     """
     if dataset.prepared:
         return dataset.url

@@ -288,7 +288,7 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     Args:
         source: The rows.
         roles: The columns.
-        wish: What was asked for.
+        wish: The request.
         threads: Files read at the same time.
 
     Raises:
@@ -408,7 +408,7 @@ def needed(wish: Wish, names: Iterable[str], present: Iterable[str]) -> bool:
     """Returns whether rows must be encoded before they are written.
 
     Args:
-        wish: What was asked for.
+        wish: The request.
         names: Of the columns that are wanted.
         present: Columns that the rows have.
     """

@@ -90,7 +90,7 @@ class ParquetLoader(BaseDataLoader):
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
                 changes the order. What a `transformation_fn` makes comes on top.
             threads: Decoding threads; default: 2. Storage over the network is fetched by threads of its own.
-            inmemory_cache_all: Keeps what was decoded in shared memory, for all loaders of this host that read the same
+            inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host that read the same
                 columns: later epochs read no file. It needs as much memory as the decoded data set.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
                 dict of arrays.
@@ -217,7 +217,7 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows))
 
     def __len__(self) -> int:
-        """Batches of the next iteration: of a whole epoch, or of what is left of the one that was resumed."""
+        """Batches of the next iteration: of a whole epoch, or of the rest of the resumed one."""
         if self._turns is not None:
             return self._turns.rounds_left()
         return self._reader.steps(self._next[1])
@@ -386,8 +386,7 @@ class ParquetLoader(BaseDataLoader):
         """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a worker process.
 
         As long as there are batches for all workers of all ranks, every worker reads as if it were a rank: no two
-        decode the same rows. What is left at the end is less than a batch for every worker; it is dealt out batch by
-        batch.
+        decode the same rows. The rest at the end is less than a batch for every worker; it is dealt out batch by batch.
         """
         round_rows = workers * self.size * self.batch_size
         rounds = (self.dataset.rows - start) // round_rows

@@ -57,7 +57,7 @@ class Image:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         for name, value in (("height", self.height), ("width", self.height if self.width is None else self.width)):
             _whole(name, value, "an image")
         for name, value, known in (
@@ -168,7 +168,7 @@ class Audio:
     channels: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
             _whole(name, getattr(self, name), "a sound")
 

@@ -72,7 +72,7 @@ class Place(Mark):
         """Finds out which partitions a killed preparation had finished; their bytes are read and compared.
 
         Args:
-            spec: What is prepared, as `farandole._native.prepare` has it.
+            spec: The preparation, as `farandole._native.prepare` has it.
             prefix: URL of the store.
         """
         train = NativeStore(self.train_url)

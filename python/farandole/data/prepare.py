@@ -171,13 +171,13 @@ def prepare_data(
         statistics: Whether the result has those of features and labels: one more pass, kept with the data.
 
     Returns:
-        What was prepared, and where. This process holds it until `release`, or its end.
+        The prepared data, with its places. This process holds it until `release`, or its end.
 
     Raises:
         ImportError: pyarrow is not installed: `pip install 'farandole[data]'`.
         FileNotFoundError: There is no such file.
         ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
-        OSError: The store refused; another try continues with what is missing.
+        OSError: The store refused; another attempt continues with the missing files.
     """
     from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
 
@@ -257,7 +257,7 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
     the rows are cut.
 
     Args:
-        parts: What was written, of all partitions.
+        parts: The written files of all partitions.
         spec: How.
 
     Returns:
@@ -408,7 +408,7 @@ class _Writing:
         self._parts: dict[int, bytes] = {}
 
     def run(self, units: list[Unit], threads: int) -> list[bytes]:
-        """Writes what is not there yet.
+        """Writes missing parts.
 
         Returns:
             What `commit` wants, of all partitions.

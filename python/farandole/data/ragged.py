@@ -45,7 +45,7 @@ class Pad:
     buckets: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         _check(max_length=self.max_length, buckets=self.buckets)
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
@@ -72,7 +72,7 @@ class Nested:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         _check(max_length=self.max_length)
 
     def known(self, dtype: str, longest: int) -> Ragged:

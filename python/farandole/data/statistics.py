@@ -239,7 +239,7 @@ class _Tally:
 
     def statistics(self) -> ColumnStatistics:
         if self.kind in ("number", "list") and self.mean.count:
-            # The largest number of its cell: what is in the cell is then below the edge in any other count, too.
+            # The largest number of its cell: the rows in the cell are then below the edge in any other count, too.
             deciles = [self.cells.up_to(bin_ / _BINS) for bin_ in range(1, _BINS)]
             edges = sorted({one for one in deciles if one is not None})
             cells, rows = self.cells.numbers()

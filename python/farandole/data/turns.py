@@ -161,7 +161,7 @@ class Turns:
         return max(0, -(-(read - piece.offset) // piece.stride))
 
     def record(self, finishes: bool = False) -> dict[str, Any]:
-        """Returns the message to the other ranks; it may say what is true after `finished`, before that is called."""
+        """Returns the message to the other ranks; it may describe the state after `finished` before that call."""
         rounds, dealt, hand = (0, [], []) if finishes else (self.rounds, list(self.dealt), list(self.hand))
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
         return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}

@@ -92,7 +92,7 @@ class LightningState(TorchState):
         super().__init__(**kwargs)
 
     def fit(self, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Has a trainer continue from the last commit, and commits while it trains.
+        """Lets a trainer continue from the last commit, and commits while it trains.
 
         Args:
             trainer: Of this world, with the strategy `"farandole"`; made in the training function.
@@ -219,7 +219,7 @@ class _Moments:
             self._state.commit()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Has samplers begin the next epoch."""
+        """Lets samplers begin the next epoch."""
         del module
         self._state.has_ended(trainer)
 

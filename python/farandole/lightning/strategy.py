@@ -158,7 +158,7 @@ def strategy_class(package: str) -> type[Any]:
             self._launcher = None
 
         def setup_distributed(self) -> None:
-            """Has the world begin, and torch.distributed in it."""
+            """Starts the world, and torch.distributed in it."""
             import torch.distributed as dist
 
             import farandole.torch.distributed  # noqa: F401 - registers the backend

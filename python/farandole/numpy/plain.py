@@ -82,7 +82,7 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
 
     Args:
         value: `None`, booleans, numbers, strings, bytes, arrays of numbers, and dicts, lists and tuples of these.
-        other: Gives a plain value for what is none of these, and which `unpack`'s `other` takes back.
+        other: Maps other objects to plain values, which `unpack`'s `other` maps back.
 
     Raises:
         TypeError: It holds something else; the message says what and where.

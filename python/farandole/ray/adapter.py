@@ -58,9 +58,9 @@ def renamed(name: str, value: Any, current: str, default: Any) -> Any:
 
     Args:
         name: The older name.
-        value: What was passed by it; `None` for nothing.
+        value: Its argument; `None` for nothing.
         current: The name by which it goes now.
-        default: What was passed by that.
+        default: The argument of the other name.
     """
     if value is None:
         return default

@@ -117,7 +117,7 @@ def room(needs: Needs, least: int, limit: float, say: Callable[[str], None]) -> 
         needs: What each worker needs; gets the placement group.
         least: Fewest workers; 0 reserves nothing.
         limit: Seconds that Ray may take.
-        say: Gets what is waited for.
+        say: Receives the reason for the wait.
 
     Raises:
         TimeoutError: Ray did not reserve it in time.
@@ -204,7 +204,7 @@ class RayCrew:
             self._look()
 
     def _look(self) -> None:
-        """Has a seat for each slot there is now, and gives up those on nodes that are gone."""
+        """Makes a seat for each present slot, and gives up those on lost nodes."""
         wanted = self._wanted()
         with self._lock:
             new = [place for place in wanted if place not in self._seats]

@@ -71,7 +71,7 @@ class Roll:
         self._dismissed.discard(task)
 
     def has_to_leave(self, task: int, reason: str) -> None:
-        """Has a worker leave as soon as enough others are there."""
+        """Lets a worker leave as soon as enough others are there."""
         if task in self._ranks:
             self._leaving[task] = reason
 
@@ -165,7 +165,7 @@ class Regime:
                 logger.warning("the job has ended: %s", event.text)
 
     def _dismiss(self) -> None:
-        """Has workers leave nodes that Ray drains, as long as enough others train."""
+        """Lets workers leave nodes that Ray drains, as long as enough others train."""
         news = self._drains.news()
         with self._lock:
             for task, reason in news:

@@ -90,7 +90,7 @@ class Waiting:
             hand_over(self._queue, self._callbacks)
 
     def _leave(self, left: Sequence[Any]) -> None:
-        """Has those that live leave the broken world, so that the next function forms another one.
+        """Lets the living workers leave the broken world, so that the next function forms another one.
 
         The failures of `left` are consequences: they are read, because Ray prints unread ones.
         """

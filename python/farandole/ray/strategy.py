@@ -66,7 +66,7 @@ def create_placement_group(
         num_bundles: Number of bundles.
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
-        say: Gets what is waited for, every 15 s.
+        say: Receives the reason for the wait, every 15 s.
         before: How many jobs are waited for that end by themselves. While there are some, the time does not count, for
             a day at most.
 

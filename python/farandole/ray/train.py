@@ -35,7 +35,7 @@ __all__ = ["FarandoleConfig", "HorovodConfig", "HorovodTrainer"]
 
 @dataclass(eq=False)
 class FarandoleConfig(BackendConfig):
-    """Has the workers of a trainer form a world, which `init` in the training function joins.
+    """Lets the workers of a trainer form a world, which `init` in the training function joins.
 
     It is the `backend_config` of `DataParallelTrainer`, and the `torch_config` of `TorchTrainer`.
 

@@ -86,7 +86,7 @@ class BaseHorovodWorker:
         basics.shutdown()
 
     def set_queue(self, queue: Any) -> None:
-        """Has `ray_logger.log` of this process send records to a queue."""
+        """Lets `ray_logger.log` of this process send records to a queue."""
         ray_logger.configure(queue)
 
     def where(self) -> str:

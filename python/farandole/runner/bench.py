@@ -149,7 +149,7 @@ def timed(operation: str, dtype: str, iterations: int, size: int) -> Row:
 def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
     """Returns the rules that choose the fastest algorithm.
 
-    What is larger than the largest size gets no algorithm for small tensors.
+    Tensors above the largest size get no algorithm for small tensors.
 
     Args:
         times: By algorithm and size; an algorithm need not have all sizes.

@@ -201,7 +201,7 @@ def conduct(
         output: Where lines go.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         start_timeout: Seconds all tasks may take to register.
-        activity: What is waited for until then, as in "Spark tasks to start".
+        activity: The reason for the wait until then, as in "Spark tasks to start".
         watcher: Is told what happens.
 
     Returns:

@@ -55,7 +55,7 @@ def warn(who: str, error: MalformedError) -> None:
 
     Args:
         who: Has sent it.
-        error: What is wrong with it.
+        error: Its defect.
     """
     now, reason = time.monotonic(), str(error)
     if now - _WARNED.get(reason, -_QUIET_SECONDS) >= _QUIET_SECONDS:

@@ -180,7 +180,7 @@ def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering |
         path: File for the trace; `True` keeps it in the directory of the run; `None` gathers nothing.
 
     Yields:
-        What takes them; `None` for no path.
+        The receivers; `None` for no path.
 
     Raises:
         OSError: The file cannot be written.
@@ -221,7 +221,7 @@ def take(task: int, piece: bytes) -> None:
 
 
 def tell(told: Callable[[str], object]) -> None:
-    """Has a function called with the place of the trace once it is written, where timelines are gathered.
+    """Calls a function with the path of the trace once it is written, if timelines are gathered.
 
     Args:
         told: Gets a path or URL.

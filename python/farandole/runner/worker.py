@@ -3,9 +3,9 @@
 """The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its value back.
 
 The agent passes two pipes by number: `FARANDOLE_PAYLOAD_FD` contains the cloudpickled `(fn, args, kwargs)`, and
-`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or
-`("error", type name, message, traceback, pickled exception or None)`. Both are the agent's own, so what is unpickled
-here comes from the process that started this one. The process exits with 0 after "ok" and 1 after "error".
+`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or `("error", type name, message, traceback, pickled
+exception or None)`. Both are the agent's own, so the pickles that are loaded here come from the process that started
+this one. The process exits with 0 after "ok" and 1 after "error".
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _flush() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process as the interpreter would, but does not take apart what is loaded: with torch that takes seconds.
+    """Ends the process as the interpreter would, but does not unload modules: with torch that takes seconds.
 
     In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit functions run.
     """

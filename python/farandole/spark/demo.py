@@ -97,7 +97,7 @@ def _session() -> SparkSession | None:
 
 
 def _train(path: str, *, local: bool) -> None:
-    """Fits a network with two processes, and prints what came of it."""
+    """Fits a network with two processes, and prints the result."""
     import pyarrow as pa  # noqa: PLC0415
     import torch  # noqa: PLC0415
 

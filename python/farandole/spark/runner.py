@@ -111,7 +111,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     Raises:
         FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in the exception, which
             is raised from the worker's own exception where that can be unpickled here. Nothing is run again.
-        ValueError: Spark has fewer slots than `num_proc`, or cannot do what was asked for.
+        ValueError: Spark has fewer slots than `num_proc`, or cannot fulfil the request.
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
@@ -289,7 +289,7 @@ class _Job:
         cluster: Where it runs.
         output: Where lines go.
         packed: The pickled function.
-        spill: Where what is large travels.
+        spill: The directory by which large objects travel.
         env: Variables of the workers.
         executable: Their interpreter.
     """

@@ -53,7 +53,7 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
-        path: of what is loaded.
+        path: of the object to load.
         allowed: by the reader; `None` asks the variable.
         instead: how to do without, in a clause.
 

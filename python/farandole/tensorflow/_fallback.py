@@ -121,7 +121,7 @@ def _collective(
 
     Args:
         function: Takes one array for each of `tensors` and `more`, returns one for each tensor and of `more_dtypes`.
-        tensors: What is sent.
+        tensors: The tensors to send.
         gradient: Takes the module, gradients of results for `tensors`, and the further results; returns those of
             `tensors`.
         rows_differ: Whether results have other numbers of rows.

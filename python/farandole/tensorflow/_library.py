@@ -78,7 +78,7 @@ def _probe(ops: Any) -> None:
 
 
 def _keep_from_autograph() -> None:
-    """Has AutoGraph call this package's functions as they are, as it does TensorFlow's: none needs to be converted."""
+    """Lets AutoGraph call this package's functions unconverted, like those of TensorFlow."""
     with contextlib.suppress(ImportError, AttributeError):
         from tensorflow.python.autograph.core import config  # noqa: PLC0415 - private: functions work without, too
 

@@ -31,7 +31,7 @@ except (ImportError, AttributeError):
 _split: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that are split: they stay so when they are traced again."""
 _scopes = itertools.count()
-"""Tell apart what is compiled together."""
+"""Distinguish the functions that are compiled together."""
 
 
 def is_possible() -> bool:
@@ -47,7 +47,7 @@ def is_possible() -> bool:
 
 
 def split() -> bool:
-    """Splits what is being traced on this thread; whether that could be done."""
+    """Splits the function that is being traced on this thread; returns whether that was possible."""
     if not is_possible():
         return False
     functions, graphs = _being_traced()
@@ -86,7 +86,7 @@ _ENTRIES = ("_call", "get_concrete_function", "_get_concrete_function_garbage_co
 
 
 def _mark(graph: Any) -> None:
-    """Has a graph's ops compiled, those that are there and those to come, as far as XLA knows them."""
+    """Marks a graph's present and later ops for compilation, as far as XLA supports them."""
     if hasattr(graph, "_farandole_split"):
         return
     scope = f"farandole_split_{next(_scopes)}"

@@ -31,7 +31,7 @@ class _Distributed(tf.GradientTape):
         """Gradients of `target`, reduced over all ranks.
 
         Args:
-            target: What is differentiated.
+            target: The value to differentiate.
             sources: One variable or tensor, or any nested structure of them.
             output_gradients: As in `tf.GradientTape.gradient`.
             use_generic_names: Accepted for compatibility with Horovod: names never depend on the variables.

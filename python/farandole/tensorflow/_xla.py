@@ -97,7 +97,7 @@ _compiled = _Compiled()
 
 
 def _trace_apart() -> None:
-    """Has a function that compiled ones and others call traced once for each of the two: they need other calls.
+    """Traces a function separately for compiled and for other callers, because they need different calls.
 
     TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing changes: then such a
     function serves those for which it was traced first.
@@ -198,7 +198,7 @@ def _before(graph: Any) -> list[Any]:
     for op in graph.get_operations()[seen:]:
         results = [result for result in op.outputs if _is_number(result.dtype)] if op.type in _HOLDS else []
         if results:
-            # The first of a loop counts its turns, the others may be what went in.
+            # The first of a loop counts its turns, the others may be its inputs.
             before.append(tf.stop_gradient(results[0] if op.type.endswith("While") else min(results, key=_elements)))
     # A branch or a loop runs where it stands; a function may also be called from elsewhere.
     if not before and isinstance(graph, _BRANCHES):

@@ -308,7 +308,7 @@ def broadcast_(
         process_set: The ranks that take part.
 
     Returns:
-        What the assignments return: in a graph of `tf.compat.v1`, what has to be run.
+        The results of the assignments: in a graph of `tf.compat.v1`, the ops to run.
     """
     targets = [native_variable(variable) for variable in variables]
     if not targets:

@@ -97,7 +97,7 @@ def alltoall_async(
 
 
 class _Alltoall(torch.autograd.Function):
-    """Alltoall with a gradient: what came goes back."""
+    """Alltoall with a gradient, which sends received elements back."""
 
     @staticmethod
     def forward(

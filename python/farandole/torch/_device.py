@@ -93,7 +93,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def _open(ordinal: int) -> bool:
-    """Has the engine take up a GPU; false where torch copies tensors to the host instead."""
+    """Lets the engine use a GPU; returns false if torch copies tensors to the host instead."""
     if torch.version.hip is not None:
         return False
     packages = [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]

@@ -40,7 +40,7 @@ DTYPES: dict[torch.dtype, int] = {
 """The engine's number of every dtype it knows."""
 _BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
 MOVED = DTYPES | {getattr(torch, name): DTYPES[torch.uint8] for name in _BYTES if hasattr(torch, name)}
-"""The same, and what is only moved, as bytes: the engine does not add in these."""
+"""The same, and types that are only moved, as bytes: the engine cannot add them."""
 
 
 class _Table(HandleTable):
@@ -74,7 +74,7 @@ class _Table(HandleTable):
                 self._spots.pop(handle, None)
 
     def reach(self, reached: engine.Reached) -> Outcome:
-        """Has the current stream wait for a result, and not the host.
+        """Lets the current stream wait for a result, and not the host.
 
         Args:
             reached: What the engine returned.
@@ -156,7 +156,7 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no copy.
 
-    What is on a GPU is copied, by the current stream.
+    Tensors on a GPU are copied by the current stream.
 
     Args:
         gathered: What the engine returned.

@@ -53,8 +53,8 @@ def name_parameters(
 def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = None) -> list[list[torch.Tensor]]:
     """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit` bytes together.
 
-    What lies together has one dtype and one device. With `least` the batches of the second half shrink to it: while
-    the last one travels there is nothing left to compute.
+    Tensors that lie together have one dtype and one device. With `least` the batches of the second half shrink to it:
+    while the last one travels there is nothing left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
@@ -80,7 +80,7 @@ def group_parameters(
         groups: How many groups, or their members; the parameters in none stay alone.
 
     Raises:
-        ValueError: When the number is not positive, or a list has what is no parameter or one twice.
+        ValueError: The number is not positive, or a list has an object that is no parameter, or a parameter twice.
     """
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:

@@ -167,7 +167,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Linear(_Reduce):
-    """Sum and Average: what is reduced forward is reduced backward. By Horovod's convention, every op."""
+    """Sum and Average: the gradient is reduced in the same way as the tensor. By Horovod's convention, every op."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -85,7 +85,7 @@ class GradientReducer:
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
 
     def enter_world(self) -> None:
-        """Forgets what was started in another world, where it never ends, and looks at this one."""
+        """Forgets operations of another world, where they never end, and looks at this world."""
         self.reset()
         on_host = all(parameter.is_cpu for parameter in self._slots)
         self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))

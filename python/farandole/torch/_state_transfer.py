@@ -213,7 +213,7 @@ class _Mover:
             at += count
 
     def finish(self) -> None:
-        """Copies what was received for tensors that are not contiguous."""
+        """Copies the received bytes to tensors that are not contiguous."""
         for index, dense in self._dense.items():
             self._tensors[index].detach().copy_(dense)
 

@@ -99,7 +99,7 @@ class SafeBucket(Bucket):
             raise
 
     def rewind(self) -> None:
-        """Has the reduction of this step start again from the gradients of this rank."""
+        """Starts the reduction of this step again from the gradients of this rank."""
         self.started, self._handle, self._finish = False, None, None
         self._direct, self._flights, self._sparse = [], [], []
         for parameter, grad in self._own:
@@ -211,7 +211,7 @@ class Tolerance:
         self._changes: list[tuple[float, int]] = []
 
     def share(self, objects: dict[str, Any]) -> None:
-        """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
+        """Sends objects with the state to new ranks, and loads the objects that have come for this rank.
 
         A reader of `farandole.data` continues with the right rows on all ranks when the world changes.
 
@@ -250,7 +250,7 @@ class Tolerance:
         """Reduces the gradients of a step, in as many worlds as it takes.
 
         Args:
-            reduce: Starts what was not started, and waits for everything.
+            reduce: Starts the remaining reductions, and waits for all.
             rewind: Has `reduce` start from the beginning.
 
         Returns:
@@ -357,7 +357,7 @@ class Tolerance:
             self._turns[name].agree(of_all, basics.rank())
 
     def _catch_up(self, told: list[list[int]]) -> bool:
-        """Has those that are behind get what they lack; whether this rank is to finish a step after that."""
+        """Brings ranks that are behind up to date; returns whether this rank must finish a step after that."""
         whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
@@ -398,7 +398,7 @@ class Tolerance:
         self.steps, self._is_whole, self._is_new = most, True, False
 
     def _transfer(self, roles: Roles) -> None:
-        """Sends parameters, the optimizer's state and what is shared to the ranks that take.
+        """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
 
         Parameters and tensors of the state that are equal on all senders come from all of them, a part from each. All
         else comes from the first sender. A sender whose state has other tensors or options than that one's sends
@@ -420,7 +420,7 @@ class Tolerance:
         own = [Layout.of(tensors) for tensors in (parameters, others, sent, kept)]
         description = None
         if basics.rank() == source:
-            # What has come for objects that this rank has not shared yet is sent on.
+            # States of objects that this rank has not shared yet are passed on.
             shared = {**self._received, **{name: value.state_dict() for name, value in self._shared.items()}}
             description = own, options, states, shared
         content = 0 if takes else fingerprint(packed([options, states]))

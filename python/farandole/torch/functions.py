@@ -43,7 +43,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         process_set: The ranks that take part; this one must be a member.
 
     Raises:
-        ValueError: When `params` is something else, e.g. a generator, or holds what is no tensor.
+        ValueError: When `params` is something else, e.g. a generator, or holds an object that is no tensor.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     named: list[tuple[str | None, Any]]

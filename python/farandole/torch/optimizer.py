@@ -131,7 +131,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return self._tolerant().steps
 
     def share(self, **objects: Any) -> None:
-        """Has objects such as a schedule of learning rates go to ranks that join later. Only with `fault_tolerant`.
+        """Sends objects such as a schedule of learning rates to ranks that join later. Only with `fault_tolerant`.
 
         On such a rank each object takes its state in this call.
 

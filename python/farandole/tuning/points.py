@@ -135,7 +135,7 @@ class _Points:
         return self._hyperopt.space_eval(self._space, self._hyperopt.base.spec_from_misc(trial["misc"]))
 
     def end(self, trial: dict[str, Any], future: Future[dict[str, Any]], catch: tuple[type[Exception], ...]) -> None:
-        """Notes how a trial ended; raises what is not in `catch`."""
+        """Notes the outcome of a trial; raises exceptions that are not in `catch`."""
         error = future.exception()
         if error is None:
             trial["result"] = future.result()

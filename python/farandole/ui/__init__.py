@@ -125,7 +125,7 @@ def announce(viewer: Viewer, what: str) -> None:
         what: The words before the address, such as `the run is at`.
     """
     if in_notebook():
-        # It is there where a notebook is.
+        # It exists in notebooks.
         from IPython.display import display  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         display(viewer)

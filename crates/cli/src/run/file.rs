@@ -28,7 +28,7 @@ pub(crate) struct File {
 /// Reads a file's text; `name` is the file's, for errors.
 ///
 /// # Errors
-/// What is not YAML, or no table of sections, or has a value of the wrong kind.
+/// The text is no YAML, or no table of sections, or has a value of the wrong kind.
 pub(crate) fn read(name: &str, text: &str) -> Result<File> {
     let mut file = File::default();
     if text.trim().is_empty() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From flags and the configuration file to what is run where.
+//! From flags and the configuration file to programs and their hosts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ impl RunOptions {
     /// Reads the flags, and the file that they name.
     ///
     /// # Errors
-    /// What is wrong, by flag, file and key, or variable.
+    /// The problem, with the flag, the file and key, or the variable.
     pub(crate) fn read(matches: &ArgMatches) -> Result<Self> {
         let path = text(matches, "config-file").unwrap_or_default();
         let file = if path.is_empty() {

@@ -165,7 +165,7 @@ impl Drop for Allocation {
         match &self.store {
             // SAFETY: allocated with this layout in `Memory::new` and freed only here.
             Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
-            // A forked child might wait for ever for the table; it has no use for it.
+            // A forked child might wait for ever for the table, and does not need it.
             Store::Region(region) if region.is_intact() => shared::forget(self.address),
             Store::Region(_) => {}
         }

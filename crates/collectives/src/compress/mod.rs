@@ -31,7 +31,7 @@ pub trait Compressor: Send + Sync {
     /// Returns the bytes of the payload for `values` numbers.
     fn payload_bytes(&self, values: usize) -> usize;
 
-    /// Writes what is to be sent for `values`.
+    /// Writes the payload for `values`.
     ///
     /// # Errors
     /// [`Error::Shape`] when `payload` has not [`payload_bytes`](Self::payload_bytes) bytes.
@@ -43,7 +43,7 @@ pub trait Compressor: Send + Sync {
     /// [`Error::Shape`] when `payload` is not one for `into.len()` numbers; `into` is then partly written at most.
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()>;
 
-    /// Subtracts what `payload` says from `from`: what is left is what the payload has lost.
+    /// Subtracts the values of `payload` from `from`: the rest is the loss of the payload.
     ///
     /// # Errors
     /// As [`accumulate`](Self::accumulate).

@@ -8,8 +8,8 @@
 //! other host once, whatever the number of its members, and its members take turns at handing out.
 //!
 //! **No deadlock.** On a link first come the sender's own parts, then, within a host, what it hands out, by sender.
-//! Whatever arrives can be stored at once, so no ring stays full; and what is handed out has arrived from another host,
-//! on a link on which it is all there is.
+//! All arriving bytes can be stored at once, so no ring stays full. Bytes that are distributed within the host have
+//! arrived from another host, on a link with no other traffic.
 
 use std::collections::VecDeque;
 

@@ -24,7 +24,7 @@ impl Exchange {
         }
     }
 
-    /// Moves what can move. True when anything has.
+    /// Moves all bytes that can move. True when anything has.
     pub(super) fn poll(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let Self { own, out, incoming } = self;

@@ -265,7 +265,7 @@ impl Communicator for HostCommunicator {
                 Ok(false) => break,
                 Err(error) => {
                     self.failure = Some(error.clone());
-                    // Others may be at work in the memory of what is running.
+                    // Other members may be using the memory of running operations.
                     self.running = None;
                     return Err(error);
                 }

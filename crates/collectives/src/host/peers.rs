@@ -58,7 +58,7 @@ pub(super) struct Moved {
 
 /// A state machine that runs one operation.
 pub(super) trait Job: Send {
-    /// Moves what can move.
+    /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
 }
 

@@ -269,8 +269,8 @@ impl Plan {
         self.hosts.largest()
     }
 
-    /// Returns the steps of a member of the first host, in which what goes to other hosts goes to the member itself,
-    /// as one transfer for each chunk: its counterparts on other hosts send at the same time what it sends.
+    /// Returns the steps of a member of the first host, in which transfers to other hosts go to the member itself, as
+    /// one transfer for each chunk: its counterparts on other hosts send the same bytes at the same time.
     pub fn folded(&self, member: usize) -> Program {
         match &self.way {
             Way::Pipeline(cut) => pipeline::folded(cut),

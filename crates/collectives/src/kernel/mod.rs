@@ -10,8 +10,8 @@
 //!
 //! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of members, then scales.
 //! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to nearest even.
-//! - `float8_e4m3fn`, `float8_e5m2`: the same; of what is too large, infinities too, the first makes its largest number,
-//!   448, and the second an infinity, as torch does.
+//! - `float8_e4m3fn`, `float8_e5m2`: the same. For values that are too large, also infinities, the first has its
+//!   largest number, 448, and the second an infinity, as in torch.
 //! - integers: Sum and Product wrap. An Average sums in 64 bits (128 for the 64-bit types), so it never overflows, and
 //!   truncates toward zero. A scale factor other than 1 goes through `float64`, truncates toward zero and saturates;
 //!   the factor 1 is exact.

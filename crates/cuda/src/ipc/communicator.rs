@@ -152,8 +152,8 @@ impl<S: Site> IpcCommunicator<S> {
         self.launched.clear();
     }
 
-    /// Waits for what was put on the stream; it waits for no peer, but for work of the framework. False when it took too
-    /// long.
+    /// Waits for the work of the stream. This waits for no peer, only for work of the framework. False when it took
+    /// too long.
     fn quieten(&self) -> bool {
         let Ok(last) = self.site.mark() else { return false };
         wait_for(|| last.is_ready().unwrap_or(true))
@@ -241,12 +241,12 @@ impl<S: Site> IpcCommunicator<S> {
         })
     }
 
-    /// Returns whether a member has read what is in the slot of the next piece.
+    /// Returns whether a member has read the slot of the next piece.
     fn has_taken(&self, member: usize) -> bool {
         self.mailbox.taken(member).saturating_add(SLOTS) > self.filled
     }
 
-    /// Tells the others what is done.
+    /// Publishes the progress to the others.
     fn look(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         let (fills, takes) = (first_ready(&self.fills), first_ready(&self.takes));
         let running = self.running.iter().map(|(_, event, _)| event);
@@ -266,7 +266,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(fills + takes + over > 0)
     }
 
-    /// Puts on the stream what can be.
+    /// Puts all possible work on the stream.
     fn start(&mut self) -> Result<bool> {
         let mut moved = false;
         while self.begin()? {

@@ -59,7 +59,7 @@ pub(crate) trait Site: Send {
     /// Reduces that slot of all windows into that piece of the outputs.
     fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()>;
 
-    /// Closes what was opened: no work in progress reads it.
+    /// Closes opened memory: no work in progress reads it.
     fn close(&mut self);
 
     /// Keeps everything until the process ends, because it may still be in use.

@@ -441,7 +441,7 @@ fn a_window_that_may_still_be_read_is_never_freed() {
     let fate = Arc::clone(&all[0].fate);
     drop(all.remove(0));
     assert!(fate.closed.load(Ordering::Acquire) && fate.left.load(Ordering::Acquire));
-    // Work that does not end keeps even what was opened.
+    // Work that does not end keeps even the opened memory.
     let mut all = formed(2, false);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {

@@ -97,7 +97,7 @@ impl Caller {
         Ok(Self { desk, thread: Some(thread.spawn(move || work.run())?) })
     }
 
-    /// Has memory of NCCL's registered that operations are about.
+    /// Registers NCCL's memory that operations use.
     pub(super) fn register(&self) {
         self.desk.registers.store(true, Ordering::Release);
     }
@@ -121,8 +121,8 @@ impl Caller {
         self.desk.comm.load(Ordering::Acquire)
     }
 
-    /// Has the thread end, which makes no more calls. Returns the communicator, to be aborted, if NCCL has it. A call under
-    /// way is waited for so long; if it is not over then, only to abort the communicator ends it.
+    /// Ends the thread, which makes no more calls. Returns the communicator, to be aborted, if NCCL has it. A call
+    /// under way is waited for so long; if it is not over then, only to abort the communicator ends it.
     pub(super) fn end(&mut self, limit: Duration) -> Option<Comm> {
         let deadline = Instant::now() + limit;
         let mut papers = self.desk.papers.lock();

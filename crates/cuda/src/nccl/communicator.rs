@@ -33,13 +33,13 @@ pub trait Lane: Send + Sync + 'static {
     /// Returns the stream that gets the work.
     fn stream(&self) -> Stream;
 
-    /// Returns an event behind what was put there.
+    /// Returns an event after the work that was put there.
     ///
     /// # Errors
     /// `Device`.
     fn mark(&self) -> Result<Arc<dyn Event>>;
 
-    /// Returns memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for later work of the stream.
     ///
     /// # Errors
     /// `Device`.
@@ -196,7 +196,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.launched.clear();
     }
 
-    /// Waits until what was put on the stream has ended: kernels continue for a while after they were told to, and
+    /// Waits until the work of the stream has ended: kernels continue for a while after the order to end, and
     /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };

@@ -80,8 +80,7 @@ impl Nccl {
         self.table().allocate.is_some() && self.table().register.is_some()
     }
 
-    /// Returns memory of a device, at least one byte, for work in the order of this stream. What is in it is
-    /// anything.
+    /// Returns memory of a device, at least one byte, for work in the order of this stream. Its content is undefined.
     ///
     /// # Errors
     /// `Nccl` when there is none left, or this version gives none.

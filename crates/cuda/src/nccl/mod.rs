@@ -175,7 +175,7 @@ impl Nccl {
         &self.table
     }
 
-    /// Nothing, also for what is in progress, or the error of a function that failed.
+    /// Nothing, also for calls in progress, or the error of a failed function.
     pub(crate) fn check(&self, function: &'static str, status: i32) -> Result<()> {
         match status {
             SUCCESS | IN_PROGRESS => Ok(()),

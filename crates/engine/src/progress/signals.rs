@@ -288,7 +288,7 @@ mod tests {
         loom::model(|| {
             let model = Arc::new(Model::default());
             let other = Arc::clone(&model);
-            // Has the lock before anybody submits.
+            // Takes the lock before all submissions.
             let mut driven = model.progress.lock().unwrap();
             let submitter = thread::spawn(move || other.announce());
             while *driven == 0 {

@@ -88,7 +88,7 @@ fn collected(stream: Option<impl Read + Send + 'static>) -> Result<mpsc::Receive
     let mut stream = stream.ok_or("has no pipe")?;
     thread(move || {
         let mut bytes = Vec::new();
-        // What came before a failure counts; the rest is read so that the program can continue.
+        // Output before a failure counts; the rest is read so that the program can continue.
         drop(stream.by_ref().take(MOST).read_to_end(&mut bytes));
         drop(std::io::copy(&mut stream, &mut std::io::sink()));
         drop(sender.send(bytes));

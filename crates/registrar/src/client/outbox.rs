@@ -23,7 +23,7 @@ const BATCH: usize = 256 << 10;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Failed streams in a row after which no confirmation is awaited any more, unless the driver may come back.
 const FAILURES: u32 = 5;
-/// Time for which a stream stays open before the driver confirms what came on it.
+/// Time for which a stream stays open before the driver confirms its records.
 const CONFIRM: Duration = Duration::from_secs(1);
 /// Bytes that are kept until they are confirmed, about.
 const KEPT: usize = 1 << 20;

@@ -206,7 +206,7 @@ async fn link(caller: &Caller, first: What, socket: TcpStream) {
     }
 }
 
-/// Sends what comes from the socket.
+/// Sends the bytes that come from the socket.
 async fn say(
     mut socket: OwnedReadHalf,
     pieces: mpsc::Sender<wire::RelayPiece>,

@@ -4,8 +4,8 @@
 //! A file from which the registrar of an elastic job continues after its process was killed.
 //!
 //! Each record is a line of JSON, in the order of what happened. The first line is the [`Head`]. A record is written
-//! before anybody can see what follows from it. The kernel keeps what a killed process has written, so no record waits
-//! for the disk. A last line that is cut off was not seen by anybody, and is removed.
+//! before its effects can be seen. The kernel keeps what a killed process has written, so no record waits for the
+//! disk. A last line that is cut off was not seen by anybody, and is removed.
 //!
 //! If the host loses power, the last records may be lost, and workers on other hosts may know more than the file. So the
 //! head contains the boot id, and a job from before the last start of the host is not continued. A new file is on the
@@ -99,7 +99,8 @@ struct Writing {
     file: Option<File>,
     grown: u64,
     head: Option<Head>,
-    /// While a new file is written: what was added to the old one since the state that the new one begins with.
+    /// While a new file is written: records that were added to the old one since the state with which the new one
+    /// begins.
     since: Option<Vec<u8>>,
 }
 
@@ -212,7 +213,7 @@ impl Journal {
         free
     }
 
-    /// Replaces the file by one that contains only these records, and what was noted since [`Journal::begin_whole`].
+    /// Replaces the file by one that contains only these records, and those noted since [`Journal::begin_whole`].
     pub(crate) fn replace(&self, records: &[Record]) {
         if let Err(error) = self.renew(records) {
             self.give_up(&mut self.writing.lock(), &error);

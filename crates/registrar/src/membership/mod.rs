@@ -251,7 +251,7 @@ impl Membership {
         Ok((Generation(part_of), decisions))
     }
 
-    /// Takes in what happened and returns what follows.
+    /// Takes an event and returns the actions that follow.
     pub(crate) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
         match input {
             Input::Beat { task, session } => {

@@ -296,12 +296,12 @@ impl World {
         if !self.is_cut(task) && self.chance.random_bool(0.8) {
             self.at(self.now + 5, Happens::Arrives { task, session: agent.session, what: Said::Closed });
         }
-        // A barrier stage starts again as a whole, a gang without one only what was lost.
+        // A barrier stage starts again as a whole. Without one, only lost tasks start again.
         let tasks: Vec<u32> = if self.rejoins { vec![task] } else { (0..self.job.options.tasks).collect() };
         let later = self.now + self.chance.random_range(500..8_000);
         for task in tasks {
-            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for that: where there
-            // are slots, what is left of the old stage is beside the new one, and goes without a word.
+            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for that: if there
+            // are slots, the rest of the old stage runs beside the new one, and ends without a message.
             if let Some(session) = self.agents.get(&task).map(|agent| agent.session) {
                 self.blamable.insert(task);
                 let ended = self.now + self.chance.random_range(20..LINGERS);

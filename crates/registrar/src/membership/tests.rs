@@ -162,7 +162,7 @@ fn a_waiting_task_whose_connection_closes_may_register_again() {
 
 #[test]
 fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it_waited() {
-    // MB-3: what is left of the earlier start would sit beside the newer starts of the others.
+    // MB-3: the rest of the earlier start would run beside the newer starts of the others.
     let mut job = Membership::new(OPTIONS);
     job.register(at(0), TaskId(0), 1, 1, host("a")).unwrap();
     job.register(at(1), TaskId(0), 4, 2, host("a")).unwrap();

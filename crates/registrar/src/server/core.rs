@@ -3,8 +3,9 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: the turn to carry out decisions, then membership, then the clock, then what was told, then board, then
-//! events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership locked.
+//! Lock order: the turn to carry out decisions, then membership, then the clock, then the reported state, then board,
+//! then events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership
+//! locked.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -72,7 +73,7 @@ pub(super) struct Core {
     told: Mutex<Told>,
     /// The latest connection of each task that carries signs of life.
     streams: Mutex<HashMap<TaskId, u64>>,
-    /// By task, the last batch of records of what has sent some for it lately.
+    /// By task, the last batch of records that was sent for it lately.
     batches: Mutex<HashMap<TaskId, VecDeque<(u64, u64)>>>,
     /// The last rank of each worker of an elastic job.
     pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
@@ -236,7 +237,7 @@ impl Core {
         self.act(|members| members.observe(self.now(), input));
     }
 
-    /// Takes in a worker's end; the driver hears of it before it hears of what follows.
+    /// Takes in a worker's end; the driver gets it before its consequences.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         self.act(|members| {
             if self.is_news(members, generation) && self.told.lock().enter(generation).ends.insert(task) {
@@ -246,7 +247,7 @@ impl Core {
         });
     }
 
-    /// Has the driver hear of a worker's end.
+    /// Reports a worker's end to the driver.
     pub(super) fn tell_end(&self, task: TaskId, generation: Generation, exit: Exit) {
         let rank = self.last_rank(task);
         if !self.is_elastic {

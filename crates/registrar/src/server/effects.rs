@@ -23,7 +23,7 @@ impl Core {
         done
     }
 
-    /// Carries out what is due. Membership is not locked while the journal is written, so signs of life are still
+    /// Carries out due actions. Membership is not locked while the journal is written, so signs of life are still
     /// taken.
     pub(super) fn carry_out(&self) {
         self.apart(|| {
@@ -48,7 +48,8 @@ impl Core {
         }
     }
 
-    /// Does what may wait for the disk where there is a journal. Meanwhile other threads serve the calls that this one would.
+    /// Carries out actions that may wait for the disk if there is a journal. Meanwhile other threads serve the calls
+    /// that this one would.
     pub(super) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
         if self.journal.is_some() { tokio::task::block_in_place(work) } else { work() }
     }

@@ -233,8 +233,8 @@ pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or replaces
-/// one that has not shown the token.
+/// Connections to `listener`, at most `most` at a time. Connections beyond that are closed at once, or replace one
+/// that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,
     most: usize,

@@ -71,7 +71,7 @@ impl Kept {
                     kept.at = step.at;
                     kept.machine.repeat(step);
                 }
-                // What was refused then is refused now.
+                // Values that were refused then are refused now.
                 Record::Put(Pair { generation, key, value }) => drop(kept.kv.put(generation, key, value)),
                 Record::Met(formed) => kept.meetings.restore(formed),
             }
@@ -117,7 +117,7 @@ impl Core {
         }
     }
 
-    /// Has the present state take the place of what the journal tells.
+    /// Replaces the journal's records by the present state.
     fn shorten_journal(&self) {
         let Some(journal) = &self.journal else { return };
         if let Some(records) = self.whole(journal) {

@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::membership::elastic::{Elastic, Step, What};
 use crate::membership::{Decision, Input, Membership, Refusal};
 
-/// The machine, and what follows from its steps.
+/// The machine, and the effects of its steps.
 pub(super) struct Members {
     kind: Kind,
     due: Vec<Due>,
@@ -29,7 +29,7 @@ enum Kind {
 
 /// The actions to carry out, in this order.
 pub(super) enum Due {
-    /// The journal has to hold this before anybody sees what was decided.
+    /// The journal must hold this before the decision can be seen.
     Note(Step),
     /// The driver hears of a worker's end.
     Ended { task: TaskId, generation: Generation, exit: Exit },
@@ -86,7 +86,7 @@ impl Members {
         std::mem::take(&mut self.due)
     }
 
-    /// Has the driver hear of a worker's end.
+    /// Reports a worker's end to the driver.
     pub(super) fn ended(&mut self, task: TaskId, generation: Generation, exit: Exit) {
         self.due.push(Due::Ended { task, generation, exit });
     }
@@ -126,7 +126,7 @@ impl Members {
             let decisions = members.observe(now, input);
             return self.decided(decisions);
         }
-        // What merely happens is never refused.
+        // Events that merely happen are never refused.
         drop(self.step(now, What::Happens(input)));
     }
 

@@ -223,7 +223,7 @@ impl Registrar {
             );
             return Err(Error::Options { reason });
         }
-        // Without a largest number there may be any number of workers: what is more waits its turn to connect.
+        // Without a maximum there may be any number of workers: additional ones wait for their turn to connect.
         let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
         let connected = Connected { least: agents(first), most: agents(most) };
         let options = Options { tasks: TASKS, ..options };
@@ -452,7 +452,8 @@ impl Registrar {
         self.core.abort("the driver closed the job".to_owned());
         self.core.close();
         let Running { runtime, server } = running;
-        // The server ends when every connection has; what is still open after this is cut off by the shutdown.
+        // The server ends when every connection has ended; the shutdown closes connections that are still open after
+        // this.
         runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
         runtime.shutdown_timeout(CLOSING);
         self.core.finish_journal();

@@ -52,7 +52,7 @@ impl Queue {
         Self { budget, state: Mutex::new(state), arrived: Condvar::new() }
     }
 
-    /// Has events kept. Whether this process did not do so before; `None` when the lock was lost by a fork.
+    /// Keeps events from now on. Whether this process did not do so before; `None` when the lock was lost by a fork.
     pub(super) fn open(&self) -> Option<bool> {
         let deadline = Instant::now() + PATIENCE;
         let mut state = loop {

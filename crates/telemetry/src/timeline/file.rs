@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The file of a timeline. With a limit, it is two files: what was written last, and what came before.
+//! The file of a timeline. With a limit, it is two files: the newest records, and those before.
 //!
 //! ```text
 //! 0.json is full:  0.json.old is removed, 0.json becomes 0.json.old, 0.json begins anew

@@ -78,7 +78,7 @@ pub struct Extent {
     pub cycles: bool,
     /// Whether arrivals of other ranks are left out, because each rank writes its own file.
     pub own: bool,
-    /// Bytes that it may take; what is oldest is given up. `None`: no limit.
+    /// Its greatest size in bytes; the oldest records are dropped. `None`: no limit.
     pub limit: Option<u64>,
 }
 
@@ -131,8 +131,8 @@ impl Timeline {
         Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
     }
 
-    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the file
-    /// is there and valid. With a limit, the file has half of it at most, and what came before is in the file with
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the
+    /// file is there and valid. With a limit, the file has half of it at most, and older records are in the file with
     /// [`OLD`] after its name.
     ///
     /// # Errors
@@ -161,7 +161,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// Writes what is left and ends. Does nothing when nothing runs.
+    /// Writes the remaining records and ends. Does nothing when nothing runs.
     ///
     /// # Errors
     /// When the file could not be written to its end.
@@ -178,7 +178,7 @@ impl Timeline {
         thread.join().unwrap_or_else(|_| Err(io::Error::other("the timeline's thread panicked")))
     }
 
-    /// Something begins on a track, inside of what has begun there before.
+    /// A span begins on a track, inside the spans that have begun there before.
     pub fn begin(&self, track: &Track, name: &'static str) {
         self.record(|| What::Begin(track.clone(), name, None));
     }

@@ -94,7 +94,7 @@ impl Writer {
 
     pub(super) fn write(&mut self, events: &[Event], dropped: u64) -> io::Result<()> {
         if dropped > 0 {
-            // Ends may be among what was lost: nothing stays open.
+            // Ends may be among the lost records: no span stays open.
             let at =
                 events.first().map_or_else(|| self.elapsed(Instant::now()), |event| self.elapsed(event.at));
             self.close_all(at);
@@ -111,7 +111,7 @@ impl Writer {
         self.flush()
     }
 
-    /// Ends what is open.
+    /// Ends open spans.
     pub(super) fn finish(mut self) -> io::Result<()> {
         let at = self.elapsed(Instant::now());
         self.close_all(at);

@@ -99,7 +99,7 @@ pub(super) fn register() -> Result<(), String> {
     Ok(())
 }
 
-/// Has XLA read a failure that was written here.
+/// Lets XLA read a failure that was written here.
 ///
 /// # Safety
 /// The functions are what their types say.

@@ -176,7 +176,7 @@ pub(super) fn listed(record: &Record<'_>) -> Option<u64> {
     serde_json::from_str::<Listed>(record.args?.get()).ok().map(|listed| listed.list)
 }
 
-/// Returns the records of what came before, if it is in a file of its own, and then those of the file.
+/// Returns the earlier records, if they are in their own file, and then those of the file.
 fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD);

@@ -209,7 +209,7 @@ fn pieces_make_files_again_and_what_is_missing_is_told() {
     assert!(summary.lines().last().unwrap().ends_with("missing or incomplete: 2, 3"));
 }
 
-/// Splits a rank's file after some of its lines: what came before goes to a file of its own.
+/// Splits a rank's file after some of its lines: earlier lines go to their own file.
 fn split(folder: &Path, rank: u32, lines: usize) {
     let path = folder.join(format!("{rank}.json"));
     let text = std::fs::read_to_string(&path).unwrap();

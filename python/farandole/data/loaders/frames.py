@@ -85,7 +85,7 @@ def _directory(cache: str | os.PathLike[str] | None) -> Path:
 
 
 def _write_from_executors(frame: Any, directory: Path) -> int:
-    """Has Spark write the rows; how many it wrote."""
+    """Lets Spark write the rows, and returns their number."""
     from pyspark.sql import Observation, functions  # noqa: PLC0415 - only where there is Spark
 
     seen = Observation()

@@ -56,7 +56,7 @@ class Journal(Told):
 
     Args:
         remote: The run's paths.
-        facts: What is known of the run from its start.
+        facts: The facts about the run that are known at its start.
         clock: In seconds.
         output: Directory for the output of ranks; `None` if another process writes it, or if it is not on this host.
     """
@@ -128,7 +128,7 @@ class Journal(Told):
             self._output = None
 
     def close(self) -> None:
-        """Writes what came last and ends the thread."""
+        """Writes the last entries and ends the thread."""
         self._ends = True
         self._changed.set()
         self._thread.join()

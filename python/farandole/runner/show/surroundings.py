@@ -21,7 +21,7 @@ _PATIENCE = 2.0
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what is loaded, the host, and Spark's application."""
+    """Versions of loaded packages, the host, and Spark's application."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -84,7 +84,7 @@ class Training(Watcher):
             self._ask()
 
     def asking(self, ask: Callable[[], None]) -> None:
-        """Has a function called in every `look`, if there is a plugin.
+        """Calls a function in every `look`, if there is a plugin.
 
         Args:
             ask: Asks the plugin for news of the job.

@@ -84,7 +84,7 @@ def prepare_data(
         sample_weight_col: column with each row's weight.
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
-        verbose: whether to say what was prepared.
+        verbose: whether to report the preparation.
         fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are errors.
         allow_nan: takes NaN and infinities as values like any others.
 

@@ -41,7 +41,7 @@ class Ahead:
         """Returns the content; called in a task.
 
         Raises:
-            ValueError: The file is not what was sent.
+            ValueError: The file is not the one that was sent.
         """
         from pyspark import SparkFiles  # noqa: PLC0415 - runs in Spark's task
 

@@ -87,7 +87,7 @@ class Spill:
         """Reads the data that `put` has written.
 
         Raises:
-            ValueError: The file is not what was written.
+            ValueError: The file is not the one that was written.
         """
         data = self._store().read(stored.name)
         if hashlib.sha256(data).hexdigest() != stored.name:
@@ -135,7 +135,7 @@ class Spill:
 def sweep(runs_path: str) -> None:
     """Deletes files of jobs with killed drivers. A living driver has a mark in its job's directory.
 
-    What has no mark at all, as of versions that left none, goes when it is a week old.
+    Directories without a mark, as of versions that left none, are deleted when they are a week old.
 
     Args:
         runs_path: URL of the directory of all runs.

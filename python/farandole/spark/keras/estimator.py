@@ -66,9 +66,9 @@ class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
 class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadable, KerasEstimatorParamsWritable):
     """Fits a Keras model on a DataFrame, on several processes at once, by Keras's own `fit`.
 
-    The training processes use the Keras backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or
-    in `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
-    along. What is not given here, optimizer, loss, metrics, is taken from how the model was compiled.
+    The training processes use the Keras backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or in
+    `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
+    along. An optimizer, a loss or metrics that are not given here are those with which the model was compiled.
 
     Columns become arrays as follows. Every feature column is one input of the model, in the shape and type that the
     model states; an input it does not state is `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers,

@@ -51,7 +51,7 @@ class Predictor:
     kinds: tuple[str, ...]
     batch_size: int
     encoding: Encoding = field(default_factory=Encoding)
-    """Categories, and what takes the place of nulls."""
+    """Categories, and the replacements of nulls."""
     added: Added | None = None
     """Columns in Spark ML's manner."""
     transformation: bytes | None = None

@@ -155,7 +155,7 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
         The model's outputs.
 
     Raises:
-        ValueError: what does not fit, by name and shape.
+        ValueError: columns do not fit; the message has names and shapes.
     """
     Scores(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
     outputs = outputs_of_model(job.inputs, job.labels, objects.model, tensors)

@@ -50,7 +50,7 @@ class Predictor:
     batch_size: int
     use_gpu: bool | None
     encoding: Encoding = field(default_factory=Encoding)
-    """Categories, and what takes the place of nulls."""
+    """Categories, and the replacements of nulls."""
     added: Added | None = None
     """Columns in Spark ML's manner."""
     function: Any = None
@@ -159,7 +159,7 @@ class Predictor:
         if self._transformation is not None:
             columns = self._transformation.predicted(columns, self._names)
             columns = {name: columns[name] for name in self._names}
-        # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
+        # Torch must not write to Arrow's memory: tensors that are not copied yet are copied here.
         return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:

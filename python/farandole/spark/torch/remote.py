@@ -98,7 +98,7 @@ class _Trainer:
         return self.checkpoints.result(self._checkpoint, self.history)
 
     def _train(self) -> None:
-        """Trains from what was reached to the end, in one world."""
+        """Trains from the progress so far to the end, in one world."""
         self._enter()
         train_source, val_source, module = sources(
             self.job,
@@ -116,7 +116,7 @@ class _Trainer:
         self.callbacks.call("on_train_end")
 
     def _enter(self) -> None:
-        """Takes what was reached into this process, in a world that may be another one than before."""
+        """Loads the progress so far into this process, in a world that may differ from the one before."""
         agree_on_device(self.device)
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()

@@ -257,10 +257,10 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """Has a dataset computed by the service; also a method of `tf.data.Dataset`.
+    """Lets the service compute a dataset; also a method of `tf.data.Dataset`.
 
     Args:
-        dataset: What is computed: what comes after this call stays here.
+        dataset: The part to compute there; transformations after this call stay here.
         compute_config: Of the service, whose dispatchers must be on the compute side.
         rank: Of this trainer.
         size: Number of trainers; needed for `round_robin`.

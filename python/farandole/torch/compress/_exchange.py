@@ -59,7 +59,7 @@ class Exchange(ABC):
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor.
 
         Args:
-            tensor: What is summed.
+            tensor: The tensor to sum.
             rounds: Whether partial sums of 16-bit floats may be rounded between hosts.
         """
 

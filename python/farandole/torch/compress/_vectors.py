@@ -75,7 +75,7 @@ class TopK(_Coded):
 
     Args:
         share: The share of numbers that is sent, 8 bytes each.
-        error_feedback: Whether what was not sent is added to the next gradient.
+        error_feedback: Whether the loss of a payload is added to the next gradient.
     """
 
     splits = False

@@ -120,7 +120,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         return self._tolerance.steps
 
     def share(self, **objects: Any) -> None:
-        """Has objects such as a schedule of learning rates go to ranks that join later.
+        """Sends objects such as a schedule of learning rates to ranks that join later.
 
         On such a rank each object takes its state in this call.
 
@@ -258,7 +258,7 @@ class _Piece:
         self._handles: list[int] = []
 
     def start(self) -> None:
-        """Starts what was not started.
+        """Starts the remaining reductions.
 
         Raises:
             FarandoleInternalError: When the world is broken already.
@@ -273,7 +273,7 @@ class _Piece:
             self._handles.append(table.submit(keep, len, engine.allreduce, *described, *arguments))
 
     def land(self) -> None:
-        """Waits for what was started.
+        """Waits for the started reductions.
 
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
@@ -288,7 +288,7 @@ class _Piece:
             raise failure
 
     def rewind(self) -> None:
-        """Has the reduction start from the gradients of this rank again."""
+        """Starts the reduction from the gradients of this rank again."""
         self._handles = []
 
     def results(self) -> dict[str, torch.Tensor]:

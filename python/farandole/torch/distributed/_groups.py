@@ -28,7 +28,7 @@ basics.on_init(_reset)
 
 
 def join_world() -> None:
-    """Has the session begin, with sets that can be registered any time, unless it has already."""
+    """Starts the session, with sets that can be registered any time, unless it has started already."""
     if not basics.is_initialized():
         basics.init(process_sets="dynamic")
 

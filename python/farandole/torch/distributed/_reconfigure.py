@@ -317,7 +317,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def _start_timeout(seconds: float) -> Iterator[None]:
-    """Has the session wait for so long while it forms."""
+    """Sets the session's limit for forming a world."""
     name = "FARANDOLE_START_TIMEOUT"
     before = os.environ.get(name)
     os.environ[name] = f"{max(seconds, 0.001):.3f}"

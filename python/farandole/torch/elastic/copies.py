@@ -98,7 +98,7 @@ class Later:
         return True
 
     def start(self) -> None:
-        """Has the other thread begin."""
+        """Starts the other thread."""
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return
@@ -111,7 +111,7 @@ class Later:
         """Waits for the copies.
 
         Raises:
-            RuntimeError: Something else than an optimizer's step has changed what was being copied.
+            RuntimeError: Something other than an optimizer's step has changed a tensor while it was copied.
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None:

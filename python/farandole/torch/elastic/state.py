@@ -22,7 +22,7 @@ class StateHandler:
     """Keeps, restores and spreads one attribute of a `TorchState`.
 
     Args:
-        value: What is handled.
+        value: The object to handle.
     """
 
     def __init__(self, value: Any) -> None:
@@ -47,7 +47,7 @@ class StateHandler:
 
 
 class _DictHandler(StateHandler):
-    """Handles what has a `state_dict`."""
+    """Handles objects with a `state_dict`."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -191,7 +191,7 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def _follow(self) -> None:
-        """Has the optimizers that there are now wait for copies."""
+        """Lets the present optimizers wait for copies."""
         if self._later is not None:
             values = [handler.value for handler in self._handlers.values()]
             self._later.follow([one for one in values if isinstance(one, torch.optim.Optimizer)])

@@ -10,9 +10,9 @@
 //! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
 //! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
 //!
-//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first what is early for chunk `t`,
-//! then what is late for chunk `t - A`, where empty ones are left out. `A` is smaller between hosts than within them
-//! ([`Schedule::ahead`]).
+//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the early message for
+//! chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A` is smaller between hosts than within
+//! them ([`Schedule::ahead`]).
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t

@@ -16,7 +16,7 @@ const LOOKAHEAD: usize = 3;
 const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
-/// Chunks grow with the hosts, so that what goes to each of them stays worth a message.
+/// Chunks grow with the hosts, so that the part for each host stays worth a message.
 const SMALLEST_PART: usize = 16 << 10;
 /// Below, a chunk costs more in messages than it gains in overlap.
 const SMALLEST_CHUNK: usize = 16 << 10;
@@ -69,7 +69,7 @@ impl Turns {
 pub(super) struct Course {
     early: Option<Turns>,
     late: Option<Turns>,
-    /// By how many chunks results come after what is early.
+    /// Number of chunks by which results come after early messages.
     ahead: usize,
     from: usize,
     to: usize,
@@ -126,7 +126,7 @@ impl Schedule {
         Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk) })
     }
 
-    /// By how many chunks results come after what is early, between hosts and within a host.
+    /// Number of chunks by which results come after early messages, between hosts and within a host.
     pub(super) fn ahead(&self) -> (usize, usize) {
         (ahead_between(&self.hosts), ahead_within(&self.hosts))
     }
@@ -149,7 +149,7 @@ impl Schedule {
         &self.hosts
     }
 
-    /// Returns the host that owns what is at `at` of a chunk, and where its part begins and ends.
+    /// Returns the host that owns position `at` of a chunk, and the range of its part.
     pub(super) fn owner(&self, chunk: usize, at: usize) -> Option<(usize, Range<usize>)> {
         let bytes = self.chunk(chunk).1;
         let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());

@@ -48,7 +48,8 @@ const BLOCK: usize = 16 << 10;
 /// Bytes reduced in one poll.
 const SLICE: usize = 256 << 10;
 
-/// Returns whether members tell each other where their tensors lie: depends on what is equal on all of them.
+/// Returns whether members tell each other where their tensors lie: depends only on values that are equal on all of
+/// them.
 pub(super) fn is_considered(peers: &Peers, outputs: &Flat) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
     peers.shape.hosts == 1 && outputs.len() >= LEAST && tensors <= MOST
@@ -59,7 +60,7 @@ pub(super) struct InPlace {
     heads: Exchange,
     /// Bytes of each tensor.
     tensors: Vec<usize>,
-    /// Taken by what does the work.
+    /// Taken by the worker.
     task: Option<Task>,
     /// Memory of this member that others may be working in.
     exposed: Vec<Memory>,

@@ -38,7 +38,7 @@ impl Hosts {
         Self { all: Vec::new(), known: false, outdated: false, cooldown }
     }
 
-    /// Has hosts cool down for other times from now on.
+    /// Changes the times for which hosts cool down.
     pub(super) fn cool_down(&mut self, cooldown: (Duration, Duration)) {
         self.cooldown = cooldown;
     }

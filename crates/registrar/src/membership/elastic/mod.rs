@@ -261,7 +261,7 @@ impl Elastic {
         if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
     }
 
-    /// Takes in what happened and returns what follows.
+    /// Takes an event and returns the actions that follow.
     pub(crate) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
         let mut decisions = Vec::new();
         match input {

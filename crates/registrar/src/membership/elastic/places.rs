@@ -46,7 +46,7 @@ impl Elastic {
         }
     }
 
-    /// Has a worker go at the next chance.
+    /// Dismisses a worker at the next chance.
     pub(super) fn dismiss(&mut self, now: Duration, task: TaskId, reason: String) {
         if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done) {
             self.changed |= worker.dismissed.is_none();

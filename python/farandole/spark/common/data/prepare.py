@@ -330,7 +330,7 @@ def find_data(
         where: the place of the rows, if not in the store.
 
     Returns:
-        What was found; validation data is used when it is there.
+        The data that was found; validation data is used if it exists.
 
     Raises:
         ValueError: no data set, or a column is not in it.

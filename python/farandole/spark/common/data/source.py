@@ -49,7 +49,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Rows:
-    """One batch of this rank, rows first; the first `valid` rows count, what follows repeats others."""
+    """One batch of this rank, rows first; the first `valid` rows count, later ones repeat others."""
 
     columns: Mapping[str, Any]
     count: int
@@ -189,7 +189,7 @@ class Source:
         return found
 
     def begin_at(self, place: Place) -> None:
-        """Has epochs begin, or continue, at a place, until this is called again.
+        """Lets epochs begin, or continue, at a place, until the next call.
 
         Args:
             place: the beginning, or what `place_after` told with whatever number of processes.

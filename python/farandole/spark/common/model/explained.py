@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A fitted model in words: what goes in, what comes out, its layers and their parameters."""
+"""A fitted model in words: its inputs, its outputs, its layers and their parameters."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def outputs_told(
 
     Args:
         names: the columns that `transform` adds.
-        outputs: what is known of them.
+        outputs: their known properties.
         form: of the only output.
         classes: their names.
     """

@@ -136,11 +136,11 @@ class _Writer:
         self._thread.start()
 
     def write(self) -> None:
-        """Has the thread write what is new; does not wait for it."""
+        """Lets the thread write new entries; does not wait for it."""
         self._asked.set()
 
     def close(self) -> None:
-        """Writes what is new and ends the thread."""
+        """Writes new entries and ends the thread."""
         self._ends.set()
         self._asked.set()
         self._thread.join()
@@ -186,14 +186,14 @@ class _File:
             self._changed = True
 
     def write(self) -> None:
-        """Writes what is new into the store; what fails is tried again by the next call."""
+        """Writes new entries into the store; the next call repeats failed writes."""
         failure = self._attempt()
         if failure is not None and not self._told:
             self._told = True
             _LOG.warning("%s for TensorBoard cannot be %s; the next write tries it again", self._name, failure)
 
     def finish(self) -> None:
-        """Writes what is new for the last time."""
+        """Writes new entries for the last time."""
         failure = self._attempt()
         for _ in range(_LAST_ATTEMPTS - 1):
             if failure is None:
@@ -204,7 +204,7 @@ class _File:
             _LOG.warning("%s for TensorBoard cannot be %s; it lacks events of this fit", self._name, failure)
 
     def _attempt(self) -> str | None:
-        """Writes what is new, and returns what failed."""
+        """Writes new entries, and returns the failures."""
         with self._lock:
             if not self._changed:
                 return None

@@ -124,7 +124,7 @@ def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
 
 
 def _layers(value: Any) -> list[Any] | None:
-    """Decorators that are not the user's, from the outermost on, and what is in them."""
+    """Decorators that are not the user's, from the outermost on, and the values in them."""
     found = [value]
     while len(found) <= _WRAPPERS and not isinstance(value, types.MethodType) and not is_users(value):
         value = getattr(value, "__dict__", {}).get("__wrapped__")

@@ -67,7 +67,7 @@ class Stop:
         return {VARIABLE: self._token} if self.in_order else {}
 
     def ask(self) -> None:
-        """Has the fit end after the step under way, or the epoch where the framework cannot end within one.
+        """Ends the fit after the present step, or after the epoch if the framework cannot end within one.
 
         Raises:
             OSError: The store cannot be written.

@@ -133,7 +133,7 @@ class _Service(Tracker):
         self._parameters = parameters
 
     def __enter__(self) -> Self:
-        """Starts the run, if none is active, and logs what is known of it."""
+        """Starts the run, if none is active, and logs its known facts."""
         if self._own:
             self._start()
         try:

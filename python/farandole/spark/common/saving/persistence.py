@@ -53,7 +53,7 @@ class ParamsWriter(MLWriter):
         raise NotImplementedError
 
     def _handleOverwrite(self, path: str) -> None:
-        """Leaves what is there, which Spark ML would delete first: it goes when the new object can be read."""
+        """Leaves the old object, which Spark ML would delete first, until the new one can be read."""
 
     def saveImpl(self, path: str) -> None:
         """Writes the object to a path."""
@@ -100,7 +100,7 @@ class ParamsReader(MLReader[T]):
         """Refuses pickled code, or says that it runs now.
 
         Args:
-            path: of what is loaded.
+            path: of the object to load.
             instead: how to do without, in a clause.
 
         Raises:
@@ -110,7 +110,7 @@ class ParamsReader(MLReader[T]):
         _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
 
     def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
-        """Sets what is no JSON.
+        """Sets the parts that are no JSON.
 
         Args:
             loaded: with its plain parameters.

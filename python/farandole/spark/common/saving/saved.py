@@ -10,8 +10,8 @@ file that appears as a whole. From then on the new save is valid: readers use th
 old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
 
 Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too.
-Earlier versions read what is written here: a directory `save=<id>` is a partition to Spark. A save of a newer format is
-refused.
+Earlier versions can read the files that are written here: a directory `save=<id>` is a partition to Spark. A save of a
+newer format is refused.
 
 Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
 `az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
@@ -168,7 +168,7 @@ class Saved:
                 )
 
     def _synchronize(self) -> None:
-        """Has a file system of this host keep what was written, before anything follows that needs it."""
+        """Syncs written data on a file system of this host, before any step that needs it."""
         directory = self._files.local()
         if directory is not None and directory.is_dir():
             durable.synchronize(directory)

@@ -37,7 +37,7 @@ class Meter:
 
     Args:
         on: Whether the means are requested; default: whether this worker's driver shows them.
-        say: Gets what was measured.
+        say: Receives the measured values.
         clock: In seconds.
         sees_data: Whether `batch_begins` is called when the rows of a step are there, and not before they are read.
     """
@@ -124,7 +124,7 @@ class Meter:
             self._tell()
 
     def tell(self) -> None:
-        """Says what was measured since the last time; no step is under way."""
+        """Reports the values measured since the last report; no step is in progress."""
         self._close()
         self._tell()
 

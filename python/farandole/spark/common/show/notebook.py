@@ -106,7 +106,7 @@ class Notebook(Progress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws what came last."""
+        """Draws the last values."""
         if error is not None:
             self._now = f"ended by {type(error).__name__}"
             self._left.ends()

@@ -81,7 +81,7 @@ class Progress(AbstractContextManager["Progress"]):
 class Remaining:
     """The time that a fit still needs at its present speed.
 
-    What was done before the first report does not count, since a run may continue from a checkpoint.
+    Steps before the first report do not count, because a run may continue from a checkpoint.
     """
 
     def __init__(self) -> None:

@@ -220,7 +220,7 @@ def _widget(stop: Stop) -> Callable[[], None] | None:
 
 
 def _heard(shown: Any, stop: Stop) -> bool:
-    """Has clicks noticed when they arrive; they are handled after the cell, which is too late.
+    """Notices clicks when they arrive; IPython would handle them after the cell, which is too late.
 
     ipykernel asks the widget's channel on which thread a message is to be handled. It does so on the thread that
     receives messages.

@@ -193,7 +193,7 @@ def take_shares(model: Any) -> None:
     """Teaches a model what to do with the shares of its batches: the default `train_step` asks its optimizer to scale.
 
     Args:
-        model: compiled; only this object changes, and what is saved of it does not.
+        model: compiled; only this object changes, and its saved form does not.
     """
     current: list[Any] = [None]
     optimizer = model.optimizer

@@ -85,7 +85,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self._module: torch.nn.Module | None = None
 
     def model(self, module: torch.nn.Module) -> TorchModelReader:
-        """Takes the saved weights into a module of your own; no saved code runs, optimizer and loss stay unset.
+        """Loads the saved weights into your own module. No saved code runs; optimizer and loss stay unset.
 
         Args:
             module: with parameters of the same names and shapes.

@@ -50,7 +50,7 @@ class ModuleSource:
         return
 
     def begin_at(self, place: Place) -> None:
-        """Has epochs begin at their beginning, as they do."""
+        """Does nothing: epochs begin at their first row."""
         del place
 
     def steps_until_end(self) -> int:

@@ -153,7 +153,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Has the optimizer hold the learning rates of one process."""
+        """Sets the learning rates of one process in the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / self._size
         try:
@@ -164,7 +164,7 @@ class Stepper:
 
 
 def _rebind(scheduler: Any, optimizer: Any) -> None:
-    """Has a scheduler that was made with the user's optimizer, and those it is made of, change the one that steps."""
+    """Connects a scheduler that was made with the user's optimizer, and its parts, to the optimizer that steps."""
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         _rebind(inner, optimizer)

@@ -421,7 +421,7 @@ impl Run {
                             || process.dismissed
                             || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
                     };
-                    // The last world may be what is left of one that has returned, and may have been dismissed.
+                    // The last world may be the rest of one that has returned, and may have been dismissed.
                     let returned = self.processes.values().any(|process| process.returned);
                     if !self.last.iter().all(well) || !returned {
                         self.fail("ES-4: not every rank of the last world returned");
