@@ -73,14 +73,14 @@ fn settings() -> PyResult<(u8, bool, bool)> {
     Ok((number(config.log_level), config.given.contains(&"log_level"), config.log_hide_time))
 }
 
-/// As `telemetry::log::keep`.
+/// Like `telemetry::log::keep`.
 #[pyfunction]
 #[pyo3(signature = (number, hide_time, /))]
 fn keep(py: Python<'_>, number: u8, hide_time: bool) -> bool {
     py.detach(|| log::keep(level(number), hide_time))
 }
 
-/// As `telemetry::log::take`: events, and how many were lost before them.
+/// Like `telemetry::log::take`: events, and how many were lost before them.
 #[pyfunction]
 #[pyo3(signature = (seconds, /))]
 fn take(py: Python<'_>, seconds: u32) -> Option<(Vec<Record>, u64)> {
@@ -91,7 +91,7 @@ fn take(py: Python<'_>, seconds: u32) -> Option<(Vec<Record>, u64)> {
     })
 }
 
-/// As `telemetry::log::end`.
+/// Like `telemetry::log::end`.
 #[pyfunction]
 fn end(py: Python<'_>) {
     py.detach(log::end);

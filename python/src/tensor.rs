@@ -51,10 +51,10 @@ pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a 
     Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
 }
 
-/// As [`slice`], to write to.
+/// Like [`slice`], to write to.
 ///
 /// # Errors
-/// As [`slice`].
+/// Like [`slice`].
 pub(crate) fn slice_mut<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
     if count == 0 {
         return Ok(&mut []);

@@ -88,7 +88,7 @@ def fail_once(folder: Path, step: int, others: int) -> None:
 
 
 def fail_once_in_ddp(folder: Path, step: int, others: int) -> None:
-    """As `fail_once`, in DDP."""
+    """Like `fail_once`, in DDP."""
     from farandole.torch.distributed import _fault_tolerant
 
     reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take

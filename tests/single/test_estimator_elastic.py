@@ -184,7 +184,7 @@ def looking():
 
 
 class Disturbs(lightning.Callback):
-    """As `Disturbance`; also notes the threads that look whether the user has stopped the fit."""
+    """Like `Disturbance`; also notes the threads that look whether the user has stopped the fit."""
 
     def __init__(self, folder):
         self.folder = str(folder)

@@ -122,7 +122,7 @@ def same(module, value, told):
 
 
 def of_sources(name, told):
-    """As `differences`, by reading a module's source."""
+    """Like `differences`, by reading a module's source."""
     from tests.surface import extract
 
     base = SOURCES.joinpath(*name.split("."))

@@ -49,7 +49,7 @@ def plain(mark):
 
 
 def of_torch(mark):
-    """As `torch.save` has it."""
+    """Like `torch.save` has it."""
     file = io.BytesIO()
     torch.save({"model": Poison(mark), "state_dict": Poison(mark), "history": Poison(mark)}, file)
     return file.getvalue()

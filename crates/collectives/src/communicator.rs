@@ -63,7 +63,7 @@ pub enum Operation {
         /// Bytes from each member.
         receives: Vec<usize>,
     },
-    /// As `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
+    /// Like `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
     /// input; otherwise they must not overlap.
     Reducescatter {
         /// Element type of every segment.
@@ -103,11 +103,11 @@ pub trait Communicator: Send {
     /// The first failure of a link; the communicator is unusable afterwards.
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
 
-    /// As [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
+    /// Like [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
     /// them, not the host.
     ///
     /// # Errors
-    /// As `submit`; `Device` where there is no device that could wait.
+    /// Like `submit`; `Device` where there is no device that could wait.
     fn submit_after(
         &mut self,
         token: Token,
@@ -191,10 +191,10 @@ pub trait Device: Send + Sync {
     /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
     fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>>;
 
-    /// As [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
+    /// Like [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
     ///
     /// # Errors
-    /// As `copy`, `Shape` also where there is nothing to copy.
+    /// Like `copy`, `Shape` also where there is nothing to copy.
     fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>> {
         let mut last = None;
         for (from, to) in pairs {

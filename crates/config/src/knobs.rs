@@ -271,7 +271,7 @@ impl Config {
     /// This process's configuration.
     ///
     /// # Errors
-    /// As [`Config::read`].
+    /// Like [`Config::read`].
     pub fn from_env() -> Result<Self, Error> {
         Self::read(environment, &BTreeMap::new())
     }

@@ -117,7 +117,7 @@ impl Gpus {
         Ok(Card { uuid: facts.uuid, version, abilities, neighbours })
     }
 
-    /// As [`Fabric::form`], where all members have the same GPU.
+    /// Like [`Fabric::form`], where all members have the same GPU.
     fn form_by_ipc(
         &self,
         gpu: &Gpu,
@@ -291,7 +291,7 @@ impl Card {
     }
 }
 
-/// As `nvidia-smi` writes it.
+/// Like `nvidia-smi` writes it.
 fn spelled(uuid: &[u8; 16]) -> String {
     let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let part = |from: usize, to: usize| digits[from..to].concat();

@@ -170,7 +170,7 @@ impl Engine {
     /// Rows that this rank gets when a reducescatter deals out `rows` in a process set.
     ///
     /// # Errors
-    /// As [`Engine::members`].
+    /// Like [`Engine::members`].
     pub fn own_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
         let ranks = &self.member(set)?.ranks;
         let member = ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
@@ -187,12 +187,12 @@ impl Engine {
         Ok(handle)
     }
 
-    /// As [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is woken for it, and a
+    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is woken for it, and a
     /// small synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter
     /// second.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// Like [`Engine::submit`].
     pub fn submit_attended(&self, request: Request) -> Result<Handle> {
         let handle = self.admit(request, None)?;
         self.inner.announce_quietly();
@@ -202,27 +202,27 @@ impl Engine {
     /// Submits requests that become ready together: none is executed before all ranks submitted all of them.
     ///
     /// # Errors
-    /// As [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
+    /// Like [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
     pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
         let handles = self.admit_group(requests, Vec::new())?;
         self.inner.announce();
         Ok(handles)
     }
 
-    /// As [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
+    /// Like [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
     ///
     /// # Errors
-    /// As [`Engine::submit_group`].
+    /// Like [`Engine::submit_group`].
     pub fn submit_group_attended(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
         let handles = self.admit_group(requests, Vec::new())?;
         self.inner.announce_quietly();
         Ok(handles)
     }
 
-    /// As [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
+    /// Like [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
     ///
     /// # Errors
-    /// As [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
+    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
     pub fn submit_group_with(&self, requests: Vec<Request>, done: Vec<Callback>) -> Result<()> {
         self.check_process()?;
         if done.len() != requests.len() {
@@ -270,7 +270,7 @@ impl Engine {
     /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly once.
     ///
     /// # Errors
-    /// As [`Engine::submit`]; `done` is dropped then.
+    /// Like [`Engine::submit`]; `done` is dropped then.
     pub fn submit_with(&self, request: Request, done: Callback) -> Result<()> {
         self.check_process()?;
         self.inner.callbacks.start()?;

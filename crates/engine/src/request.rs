@@ -45,7 +45,7 @@ pub enum Kind {
         /// Rows for each member, all rows of the input; `None`: as many for each.
         splits: Option<Vec<u64>>,
     },
-    /// As `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
+    /// Like `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
     /// order, and what is left over goes to the first members, one row each.
     Reducescatter {
         /// The operation that combines elements; `Average` divides by the size of the process set.

@@ -38,7 +38,7 @@ pub(crate) unsafe fn all(
 }
 
 /// # Safety
-/// As [`all`].
+/// Like [`all`].
 unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request, Failure> {
     // SAFETY: `name_length` bytes are at `name`.
     let name = unsafe { slice(request.name.cast::<u8>(), request.name_length) };

@@ -33,7 +33,7 @@ pub fn door() -> &'static Door {
 }
 
 /// # Safety
-/// As `farandole_door::Door::submit` demands.
+/// Like `farandole_door::Door::submit` demands.
 unsafe extern "C" fn submit(
     call: *const Call,
     requests: *const farandole_door::Request,
@@ -124,7 +124,7 @@ fn merged(
 }
 
 /// # Safety
-/// As `farandole_door::Door::place` demands.
+/// Like `farandole_door::Door::place` demands.
 unsafe extern "C" fn place(
     process_set: u32,
     place: *mut Place,

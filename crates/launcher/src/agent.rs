@@ -185,12 +185,12 @@ impl Agent {
         self.end(Manner::Terminate, reason);
     }
 
-    /// As [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
+    /// Like [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
     pub fn interrupt(&self, reason: &str) {
         self.end(Manner::Ask, reason);
     }
 
-    /// As [`Agent::cancel`], by SIGKILL.
+    /// Like [`Agent::cancel`], by SIGKILL.
     pub fn kill(&self, reason: &str) {
         self.end(Manner::Kill, reason);
     }

@@ -73,7 +73,7 @@ impl<'a> Crew<'a> {
     /// Starts the agent of a task of this host.
     ///
     /// # Errors
-    /// As [`Agent::start`].
+    /// Like [`Agent::start`].
     pub(crate) fn start_here(&mut self, task: u32, output: Output) -> Result<()> {
         let agent = Agent::start(self.work.here(&self.ticket, task, output, self.elastic))?;
         self.agents.insert(task, agent);
@@ -83,15 +83,15 @@ impl<'a> Crew<'a> {
     /// Starts to connect to another host, for these tasks.
     ///
     /// # Errors
-    /// As [`Remote::start`].
+    /// Like [`Remote::start`].
     pub(crate) fn start_there(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
         self.connect(self.work.there(&self.ticket, host, tasks, self.elastic))
     }
 
-    /// As [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
+    /// Like [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
     ///
     /// # Errors
-    /// As [`Remote::start`].
+    /// Like [`Remote::start`].
     pub(crate) fn start_apart(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
         let tasks = self.work.there(&self.ticket, host, tasks, self.elastic);
         self.connect(RemoteTasks { shell: Shell::here(), lasting: true, ..tasks })

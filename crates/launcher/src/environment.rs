@@ -89,7 +89,7 @@ pub(crate) fn unranked(ticket: &Ticket, task: TaskId, outage: Duration) -> BTree
     removed.chain(set.map(|(name, value)| (name, Some(value)))).collect()
 }
 
-/// As [`forwarded`], of this process's environment.
+/// Like [`forwarded`], of this process's environment.
 pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
     forwarded(farandole_config::variables())
 }

@@ -61,10 +61,10 @@ impl Job {
         Self { num_proc, hosts: Vec::new(), work: Work::program(command, environment, config) }
     }
 
-    /// As [`Job::run_told`], without reporting the ranks.
+    /// Like [`Job::run_told`], without reporting the ranks.
     ///
     /// # Errors
-    /// As [`Job::run_told`].
+    /// Like [`Job::run_told`].
     pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
         self.run_told(sink, wish, &|_| {})
     }

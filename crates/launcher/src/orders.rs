@@ -197,7 +197,7 @@ pub(crate) fn write(out: &mut (impl Write + ?Sized), kind: Kind, body: &[u8]) ->
     out.flush()
 }
 
-/// As [`write`], for values with a JSON form.
+/// Like [`write`], for values with a JSON form.
 pub(crate) fn write_json(
     out: &mut (impl Write + ?Sized),
     kind: Kind,

@@ -71,10 +71,10 @@ impl Shell {
         Ok(Self { words })
     }
 
-    /// As `--ssh-command` has it: a program whose name is ssh gets ssh's options.
+    /// Like `--ssh-command` has it: a program whose name is ssh gets ssh's options.
     ///
     /// # Errors
-    /// As [`Shell::ssh`].
+    /// Like [`Shell::ssh`].
     pub fn of(command: &str, port: Option<u16>, identity: Option<&Path>, connect: Duration) -> Result<Self> {
         let program = split(command)?.into_iter().next().unwrap_or_default();
         if Path::new(&program).file_name().is_some_and(|name| name == "ssh") {

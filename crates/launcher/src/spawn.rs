@@ -33,15 +33,15 @@ static SPAWNER: Mutex<Option<(Pid, mpsc::Sender<Request>)>> = Mutex::new(None);
 /// `inherited` stay open in it under their numbers, and are closed here.
 ///
 /// # Errors
-/// As `Command::spawn`; `ESRCH` when this process ended in the meantime.
+/// Like `Command::spawn`; `ESRCH` when this process ended in the meantime.
 pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
     ask(command, inherited, false)
 }
 
-/// As [`spawn`], of a process that continues when this one ends.
+/// Like [`spawn`], of a process that continues when this one ends.
 ///
 /// # Errors
-/// As `Command::spawn`.
+/// Like `Command::spawn`.
 pub(crate) fn spawn_lasting(command: Command) -> io::Result<Child> {
     ask(command, Vec::new(), true)
 }

@@ -84,7 +84,7 @@ impl Dataset {
     /// Opens some files below a directory, with the values of columns that are not in them.
     ///
     /// # Errors
-    /// As [`Dataset::open`].
+    /// Like [`Dataset::open`].
     pub fn open_files(url: &str, files: Vec<(String, BTreeMap<String, String>)>) -> Result<Self> {
         let store = Store::open(url)?;
         let mut entries = Vec::with_capacity(files.len());

@@ -214,7 +214,7 @@ impl Recipe {
     /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does others.
     ///
     /// # Errors
-    /// As [`Recipe::column`].
+    /// Like [`Recipe::column`].
     pub(crate) fn texts(
         &self,
         dataset: &Dataset,

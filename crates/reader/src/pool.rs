@@ -30,7 +30,7 @@ pub(crate) fn typed<T: Value>(bytes: &[u8]) -> &[T] {
     <[T]>::ref_from_prefix(bytes).map_or(&[], |(values, _)| values)
 }
 
-/// As [`typed`], to be written.
+/// Like [`typed`], to be written.
 pub(crate) fn typed_mut<T: Value>(bytes: &mut [u8]) -> &mut [T] {
     <[T]>::mut_from_prefix(bytes).map_or(&mut [], |(values, _)| values)
 }

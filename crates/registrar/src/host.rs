@@ -101,7 +101,7 @@ fn on_link(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-/// As [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
+/// Like [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
 /// addresses.
 fn on_link_six(routes: &str, name: &str) -> Option<String> {
     routes.lines().find_map(|line| {

@@ -62,7 +62,7 @@ impl Guard {
         self.token == token()
     }
 
-    /// As [`Guard::intact`], for `?`.
+    /// Like [`Guard::intact`], for `?`.
     ///
     /// # Errors
     /// `Forked` in a child.

@@ -229,10 +229,10 @@ impl Consumer {
         Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
     }
 
-    /// As [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
+    /// Like [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
     ///
     /// # Errors
-    /// As `window`.
+    /// Like `window`.
     pub fn window_mut(&mut self) -> Result<&mut [u8]> {
         let bytes = self.window()?.len();
         // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process never touches what it

@@ -62,7 +62,7 @@ impl Backend {
     /// Returns the backend of requests.
     ///
     /// # Errors
-    /// As [`Backend::of`].
+    /// Like [`Backend::of`].
     pub(crate) fn get(&self) -> Result<Arc<dyn ObjectStore>> {
         match self {
             Self::Here(backend) => Ok(Arc::clone(backend)),

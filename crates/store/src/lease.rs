@@ -196,7 +196,7 @@ fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Strin
 /// Uses the directory beside others: the name of the mark, or `None` if it is taken.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
     let name = mark(store, now, lasts)?;
     if marks(store, &[LEASE], now)?.iter().any(|(_, lives)| *lives) {
@@ -209,7 +209,7 @@ pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<
 /// Makes the own lease a use beside others.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     let name = mark(store, now, None)?;
     store.delete(lease)?;

@@ -137,7 +137,7 @@ pub fn full(path: &str) -> Result<String> {
 /// stores, without the name node for HDFS.
 ///
 /// # Errors
-/// As [`full`], or an unknown scheme.
+/// Like [`full`], or an unknown scheme.
 pub fn localized(url: &str) -> Result<String> {
     Ok(match Location::parse(url)? {
         Location::Local(path) => path.display().to_string(),

@@ -116,7 +116,7 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
 /// Returns the options of `url`, by names that every reader over `object_store` knows.
 ///
 /// # Errors
-/// As [`Location::parse`].
+/// Like [`Location::parse`].
 pub fn options_of(url: &str) -> Result<BTreeMap<String, String>> {
     let Location::Remote { service, .. } = Location::parse(url)? else { return Ok(BTreeMap::new()) };
     let mut named = named(service, &options::of(url));

@@ -38,7 +38,7 @@ pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     allreduce_on(&[inputs.len()], call, inputs)
 }
 
-/// As [`allreduce`], where the ranks live on hosts of these many.
+/// Like [`allreduce`], where the ranks live on hosts of these many.
 pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     let Allreduce { dtype, .. } = call;
     // Complex numbers act by parts.

@@ -37,7 +37,7 @@ impl Source {
     /// Opens it; touches nothing.
     ///
     /// # Errors
-    /// As [`Store::open`].
+    /// Like [`Store::open`].
     pub(crate) fn open(url: &str) -> Result<Self> {
         Ok(Self { store: Store::open(url)? })
     }

@@ -75,7 +75,7 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
 /// returned world is seen from rank 0.
 ///
 /// # Errors
-/// As [`assign`].
+/// Like [`assign`].
 pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
     let mut sorted: Vec<&TaskPlace> = places.iter().collect();
     sorted.sort_by_key(|place| place.task);
@@ -93,7 +93,7 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
 /// The returned world is seen from rank 0.
 ///
 /// # Errors
-/// As [`assign`].
+/// Like [`assign`].
 pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
     let mut seen = HashSet::with_capacity(places.len());
     if let Some(place) = places.iter().find(|place| !seen.insert(place.task)) {

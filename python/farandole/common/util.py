@@ -233,7 +233,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """As `farandole.common.basics.nccl_built`."""
+    """Like `farandole.common.basics.nccl_built`."""
     from farandole.common import basics  # noqa: PLC0415 - it imports this module
 
     del verbose

@@ -92,7 +92,7 @@ class Encoding:
         return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
-        """As text for a file."""
+        """Returns the encoding as text for a file."""
         categories = {name: list(values) for name, values in self.categories.items()}
         told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
         ragged = {name: asdict(one) for name, one in self.ragged.items()}

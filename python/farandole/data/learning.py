@@ -86,7 +86,7 @@ class Wish:
         return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
-        """As plain values, for keys; nothing where `fill` says all of it."""
+        """Returns plain values, for keys; nothing if `fill` says all of it."""
         if not self.categories and self.split is None and not self.ragged:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]

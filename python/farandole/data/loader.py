@@ -339,7 +339,7 @@ class ParquetLoader(BaseDataLoader):
             yield batch
 
     def _read_turns(self, turns: Turns) -> Iterator[dict[str, Any]]:
-        """As `_iterate`, piece by piece, as the books say."""
+        """Like `_iterate`, piece by piece, as the books say."""
         epoch = turns.begin()
         batches: Iterator[dict[str, Any]] = iter(())
         goes_on: Piece | None = None

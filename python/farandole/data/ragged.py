@@ -76,7 +76,7 @@ class Nested:
         _check(max_length=self.max_length)
 
     def known(self, dtype: str, longest: int) -> Ragged:
-        """As `Pad.known`."""
+        """Like `Pad.known`."""
         most = self.max_length or longest
         return Ragged(dtype, 0, most, most, nested=True)
 

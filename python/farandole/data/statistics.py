@@ -107,7 +107,7 @@ class Statistics:
         return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
 
     def to_values(self) -> dict[str, Any]:
-        """As plain values, which JSON can write."""
+        """Returns plain values, which JSON can write."""
         return {name: asdict(one) for name, one in self.columns.items()}
 
     @classmethod
@@ -120,7 +120,7 @@ class Statistics:
         return cls({name: ColumnStatistics(**one) for name, one in values.items()})
 
     def to_json(self) -> str:
-        """As text."""
+        """Returns the statistics as text."""
         return json.dumps(self.to_values())
 
     @classmethod

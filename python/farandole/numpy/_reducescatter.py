@@ -167,5 +167,5 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """As `reducescatter`, for several arrays as one unit."""
+    """Like `reducescatter`, for several arrays as one unit."""
     return synchronize(grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor))

@@ -110,7 +110,7 @@ class Adapter(ABC):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `run`, and returns references to the results at once."""
+        """Like `run`, and returns references to the results at once."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

@@ -123,7 +123,7 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; an elastic job returns the results of its last world.
+        """Like `Backend.run`; an elastic job returns the results of its last world.
 
         Raises:
             FarandoleJobError: As `Backend.run`.
@@ -185,7 +185,7 @@ class RayBackend(Backend):
         return self._num_workers
 
     def check(self) -> None:
-        """As `Backend.check`.
+        """Like `Backend.check`.
 
         Raises:
             RuntimeError: This process is a client of Ray Client.

@@ -113,7 +113,7 @@ class ElasticAdapter(Adapter):
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """As `Adapter.start`; the workers start with each `run`."""
+        """Like `Adapter.start`; the workers start with each `run`."""
         self._executable = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
 
@@ -124,7 +124,7 @@ class ElasticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `Adapter.run`.
+        """Like `Adapter.run`.
 
         Raises:
             FarandoleJobError: The job failed, or had too few ranks for too long.
@@ -183,7 +183,7 @@ class ElasticAdapter(Adapter):
         raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """As `Adapter.execute`; each worker makes its executable when it starts."""
+        """Like `Adapter.execute`; each worker makes its executable when it starts."""
         made, given, named = self._executable
 
         def call() -> Any:
@@ -196,4 +196,4 @@ class ElasticAdapter(Adapter):
         raise NotImplementedError("an elastic job has no fixed rank 0: use execute")
 
     def shutdown(self) -> None:
-        """As `Adapter.shutdown`; a `run` leaves nothing behind."""
+        """Like `Adapter.shutdown`; a `run` leaves nothing behind."""

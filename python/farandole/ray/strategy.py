@@ -238,7 +238,7 @@ class ColocatedStrategy(BaseStrategy):
         return self.num_hosts * self.num_workers_per_host
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
-        """As `BaseStrategy.create_workers`; one bundle holds all ranks of a node."""
+        """Like `BaseStrategy.create_workers`; one bundle holds all ranks of a node."""
         each = self.num_workers_per_host
         bundle = {"CPU": self.cpus_per_worker * each, "GPU": self.gpus_per_worker * each}
         limit = self.settings.placement_group_timeout_s
@@ -252,7 +252,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """As many ranks as asked for, wherever Ray finds room, in the current placement group if there is one.
+    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if there is one.
 
     Args:
         settings: `RayExecutor.create_settings`.
@@ -292,7 +292,7 @@ class PGStrategy(BaseStrategy):
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
-        """As `BaseStrategy.create_workers`."""
+        """Like `BaseStrategy.create_workers`."""
         if self._given is not None:
             self.placement_group = self._given
         else:

@@ -121,7 +121,7 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     num_cpus_per_slot: int | None = None,
     num_gpus_per_slot: int | None = None,
 ) -> Any:
-    """As `trainable`, with the arguments of the function that Ray had for Horovod.
+    """Like `trainable`, with the arguments of the function that Ray had for Horovod.
 
     The training function reports with `ray.tune.report`: `trainable(..., tune_session=True)`.
 

@@ -152,7 +152,7 @@ class LocalBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`."""
+        """Like `Backend.run`."""
         size = self._num_proc
         start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}

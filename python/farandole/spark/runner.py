@@ -249,7 +249,7 @@ def run_elastic_with(
     store: Store | str | None = None,
     ends_on_error: bool = False,
 ) -> list[Any]:
-    """As `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
+    """Like `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
 
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
@@ -386,7 +386,7 @@ def run_with(
     store: Store | str | None = None,
     warm: bool | None = None,
 ) -> list[Any]:
-    """As `run`, with a callback for the records of workers; raises as `run`."""
+    """Like `run`, with a callback for the records of workers; raises as `run`."""
     del use_gloo
     if use_mpi or extra_mpi_args:
         warnings.warn("use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own", stacklevel=3)

@@ -115,7 +115,7 @@ class Shim(Told):
         self._call("gauge", name, float(value))
 
     def timeline(self, run: str, path: str) -> None:
-        """As `Told.timeline`: the tab offers the file while the driver lives.
+        """Like `Told.timeline`: the tab offers the file while the driver lives.
 
         Args:
             run: The run.

@@ -31,7 +31,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
-        """As `matches`."""
+        """Like `matches`."""
         return cls.matches(path)
 
     @staticmethod

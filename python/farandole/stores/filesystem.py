@@ -116,7 +116,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         """Does nothing: directories come with their files."""
 
     def created(self, path: str) -> Any:
-        """As `modified`: a file is never changed, only written again."""
+        """Like `modified`: a file is never changed, only written again."""
         return self.modified(path)
 
     def modified(self, path: str) -> Any:

@@ -278,7 +278,7 @@ class AbstractFilesystemStore(Store):
         native.Store(self.prefix_path).check_writable()
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """As `Store.is_parquet_dataset`."""
+        """Like `Store.is_parquet_dataset`."""
         directory = native.Store(self.get_full_path(path))
         return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
 
@@ -295,31 +295,31 @@ class AbstractFilesystemStore(Store):
         return f"{self.get_full_path(path).rstrip('/')}/_manifest.json"
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_train_data_path`."""
+        """Like `Store.get_train_data_path`."""
         return self._layout.train_data(idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_val_data_path`."""
+        """Like `Store.get_val_data_path`."""
         return self._layout.val_data(idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_test_data_path`."""
+        """Like `Store.get_test_data_path`."""
         return self._layout.test_data(idx)
 
     def saving_runs(self) -> bool:
-        """As `Store.saving_runs`."""
+        """Like `Store.saving_runs`."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
-        """As `Store.get_runs_path`."""
+        """Like `Store.get_runs_path`."""
         return self._layout.runs
 
     def get_run_path(self, run_id: str) -> str:
-        """As `Store.get_run_path`."""
+        """Like `Store.get_run_path`."""
         return self._layout.run(run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """As `Store.get_checkpoint_path`."""
+        """Like `Store.get_checkpoint_path`."""
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
@@ -333,28 +333,28 @@ class AbstractFilesystemStore(Store):
         return [f"{run}/{name}" for name, _ in native.Store(run).list() if name.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """As `Store.get_logs_path`."""
+        """Like `Store.get_logs_path`."""
         return self._layout.logs(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        """As `Store.get_checkpoint_filename`."""
+        """Like `Store.get_checkpoint_filename`."""
         return self._layout.checkpoint_filename
 
     def get_logs_subdir(self) -> str:
-        """As `Store.get_logs_subdir`."""
+        """Like `Store.get_logs_subdir`."""
         return self._layout.logs_subdir
 
     def exists(self, path: str) -> bool:
-        """As `Store.exists`."""
+        """Like `Store.exists`."""
         return native.Store(self.get_full_path(path)).exists()
 
     def read(self, path: str) -> bytes:
-        """As `Store.read`."""
+        """Like `Store.read`."""
         directory, name = self._split(path)
         return native.Store(directory).read(name)
 
     def write_text(self, path: str, text: str) -> None:
-        """As `Store.write_text`."""
+        """Like `Store.write_text`."""
         self.write_bytes(path, text.encode())
 
     def write_bytes(self, path: str, data: bytes) -> None:
@@ -399,7 +399,7 @@ class AbstractFilesystemStore(Store):
         return sync
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
-        """As `Store.to_remote`."""
+        """Like `Store.to_remote`."""
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),
@@ -436,7 +436,7 @@ class FilesystemStore(AbstractFilesystemStore):
         return bool(path) and scheme(path) in (None, "file")
 
     def get_filesystem(self) -> StoreFileSystem:
-        """As `fs`."""
+        """Like `fs`."""
         return self.fs
 
     def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ def base_name(name: str, ignore_name_scope: bool) -> str:
 
 
 def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_name_scope: bool) -> dict[str, Any]:
-    """As `arguments`, when running eagerly.
+    """Like `arguments`, when running eagerly.
 
     The thread that runs the op drives it to its end: it would wait for that anyway, and when TensorFlow runs eager ops
     asynchronously, it is one that does them one after the other.

@@ -52,7 +52,7 @@ class _Distributed(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient`, but parts the gradients of local sources from the reduced ones.
+        """Like `gradient`, but parts the gradients of local sources from the reduced ones.
 
         Args:
             target: As there.

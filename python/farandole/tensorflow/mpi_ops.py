@@ -261,7 +261,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """As `allgather` for several tensors as one unit."""
+    """Like `allgather` for several tensors as one unit."""
     tensors = [as_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []

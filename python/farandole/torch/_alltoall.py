@@ -119,7 +119,7 @@ class _Alltoall(torch.autograd.Function):
 def exchange(
     tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `alltoall`, but always returns the pair."""
+    """Like `alltoall`, but always returns the pair."""
     if wants_grad(tensor):
         return _Alltoall.apply(tensor, splits, name, process_set)
     return synchronize(_start(tensor, splits, name, process_set, attended=True))

@@ -55,14 +55,14 @@ class _Table(HandleTable):
         self._spots.clear()
 
     def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
-        """As `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
+        """Like `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
         handle = super().submit(keep, finish, call, *arguments)
         if arguments and isinstance(arguments[-1], (tuple, list)):
             self._spots[handle] = arguments[-1]
         return handle
 
     def synchronize(self, handle: int) -> Any:
-        """As `HandleTable.synchronize`, from any stream."""
+        """Like `HandleTable.synchronize`, from any stream."""
         spots = self._spots.get(handle)
         if spots is None:
             return super().synchronize(handle)

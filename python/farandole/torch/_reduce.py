@@ -127,7 +127,7 @@ def _differentiable(
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """As the engine scales: integers truncate toward zero."""
+    """Scales like the engine: integers truncate toward zero."""
     if factor == 1.0:
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():

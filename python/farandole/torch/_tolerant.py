@@ -84,7 +84,7 @@ class SafeBucket(Bucket):
         super().__init__(slots, options)
 
     def start(self) -> None:
-        """As `Bucket.start`, into other memory.
+        """Like `Bucket.start`, into other memory.
 
         Raises:
             ValueError: When a gradient cannot be reduced.
@@ -141,7 +141,7 @@ class TolerantReducer(GradientReducer):
         super().__init__(names, groups, options, passes=passes, as_view=False)
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """As `GradientReducer.finish`; a lost rank has all others do it again in the next world.
+        """Like `GradientReducer.finish`; a lost rank has all others do it again in the next world.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
@@ -300,7 +300,7 @@ class Tolerance:
         return self.enter()
 
     def rejoin(self, is_step_due: bool) -> None:
-        """As `change`, but not before the next reduction if the optimizer's step after the last one is still due.
+        """Like `change`, but not before the next reduction if the optimizer's step after the last one is still due.
 
         Until then the parameters of this rank are older than `steps`, and no rank may take them.
         """
@@ -377,7 +377,7 @@ class Tolerance:
         return parameter_lines(self._optimizer.param_groups)
 
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
-        """As `_catch_up`, when some rank is behind.
+        """Like `_catch_up`, when some rank is behind.
 
         Args:
             told: What `_statuses` returned.

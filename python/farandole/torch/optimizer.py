@@ -206,7 +206,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's.
+        """Like that of the wrapped optimizer.
 
         Raises:
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
@@ -220,7 +220,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; forgets backward passes counted so far."""
+        """Like that of the wrapped optimizer; forgets backward passes counted so far."""
         if self._reducer is not None:
             self._reducer.reset()
         self._synchronized = False

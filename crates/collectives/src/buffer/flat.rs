@@ -48,7 +48,7 @@ impl Flat {
         });
     }
 
-    /// As [`Flat::write`], past the caches.
+    /// Like [`Flat::write`], past the caches.
     pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
         self.pieces(at, from.len(), |offset, buffer| {
             // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends here.

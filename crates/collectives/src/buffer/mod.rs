@@ -97,7 +97,7 @@ impl Buffer {
         Self { owner: self.owner.clone(), ..self.view(offset, bytes) }
     }
 
-    /// As [`Buffer::slice`], to be dropped before this buffer.
+    /// Like [`Buffer::slice`], to be dropped before this buffer.
     fn view(&self, offset: usize, bytes: usize) -> Self {
         let offset = offset.min(self.bytes);
         let address = self.address.as_ptr().wrapping_add(offset);
@@ -188,7 +188,7 @@ impl Memory {
         Self::try_new(bytes).unwrap_or_else(fail)
     }
 
-    /// As [`Memory::new`]; `None` where there is no such memory.
+    /// Like [`Memory::new`]; `None` where there is no such memory.
     pub fn try_new(bytes: usize) -> Option<Self> {
         let layout = layout(bytes)?;
         // SAFETY: the layout's size is not zero.

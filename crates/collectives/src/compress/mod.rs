@@ -46,7 +46,7 @@ pub trait Compressor: Send + Sync {
     /// Subtracts the values of `payload` from `from`: the rest is the loss of the payload.
     ///
     /// # Errors
-    /// As [`accumulate`](Self::accumulate).
+    /// Like [`accumulate`](Self::accumulate).
     fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()>;
 }
 

@@ -58,7 +58,7 @@ impl Message {
         self.put_some(usize::MAX, sender, fill)
     }
 
-    /// As [`Message::put`], `most` bytes at most.
+    /// Like [`Message::put`], `most` bytes at most.
     pub(super) fn put_some(
         &mut self,
         most: usize,

@@ -80,7 +80,7 @@ impl HostCommunicator {
         Ok(Self::of(Peers::new(rank, links, None)?))
     }
 
-    /// As [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
+    /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
     /// that share memory. They should follow each other.
     ///
     /// # Errors

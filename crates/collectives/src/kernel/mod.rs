@@ -155,7 +155,7 @@ impl Reducer {
     /// Chooses the kernel of `path`.
     ///
     /// # Errors
-    /// As [`Reducer::new`], and `Shape` when this processor cannot run the path.
+    /// Like [`Reducer::new`], and `Shape` when this processor cannot run the path.
     pub fn on(reduction: Reduction, path: Path) -> Result<Self> {
         Self::ordered(reduction, path, None)
     }
@@ -163,7 +163,7 @@ impl Reducer {
     /// Chooses the kernel of `path` for these parentheses, or those of a line.
     ///
     /// # Errors
-    /// As [`Reducer::on`].
+    /// Like [`Reducer::on`].
     pub fn ordered(reduction: Reduction, path: Path, orders: Option<Arc<Orders>>) -> Result<Self> {
         let halves = matches!(reduction.dtype, DataType::F16 | DataType::Bf16);
         let rounding =
@@ -208,7 +208,7 @@ impl Reducer {
         );
     }
 
-    /// As [`run`](Self::run), by way of the hosts' partials.
+    /// Like [`run`](Self::run), by way of the hosts' partials.
     fn run_by_hosts(&self, sizes: &[usize], inputs: &[&[u8]], out: &mut [u8]) {
         let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
         let mut partials = vec![[0; BLOCK]; sizes.len()];
@@ -226,7 +226,7 @@ impl Reducer {
         }
     }
 
-    /// As [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
+    /// Like [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
     /// way of `block`, as many bytes at a time as it has; it has some.
     pub fn run_in_place(&self, all: &mut [&mut [u8]], block: &mut [u8]) {
         // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
@@ -265,7 +265,7 @@ impl Reducer {
         self.kernel.expansion()
     }
 
-    /// As [`begin`](Self::begin), into accumulators, which [`merge`](Self::merge) joins.
+    /// Like [`begin`](Self::begin), into accumulators, which [`merge`](Self::merge) joins.
     pub fn accumulate(&self, inputs: &[&[u8]], accumulators: &mut [u8]) {
         if self.rounding.is_none() {
             return self.join(Form::Element, Form::Partial, None, inputs, accumulators);
@@ -300,7 +300,7 @@ impl Reducer {
 /// Reduces one block per member into `out`.
 ///
 /// # Errors
-/// As [`Reducer::new`], and `Shape` when lengths differ or are no whole number of elements.
+/// Like [`Reducer::new`], and `Shape` when lengths differ or are no whole number of elements.
 pub fn reduce(
     dtype: DataType,
     op: ReduceOp,

@@ -184,7 +184,7 @@ impl Join<u8> for Or {
     }
 }
 
-/// As [`Or`].
+/// Like [`Or`].
 pub(super) struct And;
 
 impl Join<u8> for And {
@@ -251,7 +251,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
-    /// As [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
+    /// Like [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
     /// ahead as well as it does two or four.
     #[inline(always)]
     pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {

@@ -77,7 +77,7 @@ pub fn neutral(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
 /// Fills `out` with [`neutral`] elements.
 ///
 /// # Errors
-/// As [`neutral`].
+/// Like [`neutral`].
 pub fn fill_neutral(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
     let element = neutral(dtype, op)?;
     for cell in out.chunks_exact_mut(dtype.size()) {

@@ -363,7 +363,7 @@ impl<A: Native + Send + Sync> Stages<A> {
         }
     }
 
-    /// As [`Staged::run`] in an order that is no line: a stack of blocks.
+    /// Like [`Staged::run`] in an order that is no line: a stack of blocks.
     ///
     /// # Safety
     /// That of [`Staged::run`].

@@ -63,7 +63,7 @@ fn did(call: &'static str) -> i32 {
     })
 }
 
-/// As `did`, for what needs a context.
+/// Like `did`, for what needs a context.
 fn within(call: &'static str) -> i32 {
     assert!(fake(|fake| fake.depth) > 0, "{call} without a context");
     assert_eq!(fake(|fake| fake.mode), 2, "{call} ends captures of others");

@@ -45,7 +45,7 @@ impl Engine {
     /// for each request. After several useless attempts, help is given less often.
     ///
     /// # Errors
-    /// As [`Engine::submit_group`]; `later` is not called then.
+    /// Like [`Engine::submit_group`]; `later` is not called then.
     pub fn submit_helping(
         &self,
         mut requests: Vec<Request>,

@@ -44,7 +44,7 @@ impl Signals {
         fence(Ordering::SeqCst);
     }
 
-    /// As [`submitted`](Self::submitted), by a thread that waits for it next.
+    /// Like [`submitted`](Self::submitted), by a thread that waits for it next.
     pub(super) fn submitted_quietly(&self) {
         self.queued.store(true, Ordering::SeqCst);
     }
@@ -217,7 +217,7 @@ mod tests {
             }
         }
 
-        /// As `Inner::announce`.
+        /// Like `Inner::announce`.
         fn announce(&self) {
             self.put();
             self.signals.submitted();
@@ -230,7 +230,7 @@ mod tests {
             }
         }
 
-        /// As `Inner::wait`; whether the result is there.
+        /// Like `Inner::wait`; whether the result is there.
         fn wait(&self) -> bool {
             let handle = self.put();
             self.signals.submitted_quietly();

@@ -168,7 +168,7 @@ impl ControlPlane {
     /// Measures a step of this many tensors, with all ranks in this one thread.
     ///
     /// # Errors
-    /// As [`ControlPlane::step`].
+    /// Like [`ControlPlane::step`].
     pub fn time(&mut self, tensors: usize, steps: u32) -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..steps {

@@ -140,7 +140,7 @@ impl Simulation {
         self.submit_rows(rank, name, signature, rows);
     }
 
-    /// As `submit`, with the rows of an alltoall.
+    /// Like `submit`, with the rows of an alltoall.
     fn submit_rows(&mut self, rank: usize, name: &str, signature: Signature, rows: Vec<u64>) {
         let count = if signature.call.is_by_rows() { rows.iter().sum() } else { 1 };
         let bytes = signature.unit_bytes() * count;

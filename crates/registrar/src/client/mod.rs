@@ -137,7 +137,7 @@ impl Client {
     /// in a process that no launcher started.
     ///
     /// # Errors
-    /// As [`Client::connect`]; `Ticket` when the environment holds none that parses.
+    /// Like [`Client::connect`]; `Ticket` when the environment holds none that parses.
     pub fn of_process(config: &Config, deadline: Instant) -> Result<Option<Self>> {
         if config.job.is_empty() {
             return Ok(None);
@@ -178,7 +178,7 @@ impl Client {
         Self::connect_or_cancel(ticket, task, generation, deadline, Cancel::new())
     }
 
-    /// As [`Client::connect`]; `cancel` ends this call and every later one.
+    /// Like [`Client::connect`]; `cancel` ends this call and every later one.
     ///
     /// # Errors
     /// `Unreachable` with the reason at each address, `Closed` once cancelled.
@@ -295,10 +295,10 @@ impl Client {
         self.await_world(deadline, "tasks to register")
     }
 
-    /// As [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
+    /// Like [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
     ///
     /// # Errors
-    /// As [`Client::await_assignment`].
+    /// Like [`Client::await_assignment`].
     pub fn await_ranks(&self, deadline: Instant) -> Result<World> {
         self.await_world(deadline, "ranks to come")
     }
@@ -458,11 +458,11 @@ impl Client {
         Ok(reply.verdict.map(Into::into))
     }
 
-    /// As [`Client::exit`] of this very process, which ends well and waits for no reply: tried once, because the
+    /// Like [`Client::exit`] of this very process, which ends well and waits for no reply: tried once, because the
     /// registrar may be ending at the same time.
     ///
     /// # Errors
-    /// As [`Client::exit`].
+    /// Like [`Client::exit`].
     pub fn leave(&self, deadline: Instant) -> Result<()> {
         self.own_process()?;
         let exit = Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
@@ -475,11 +475,11 @@ impl Client {
             .map_err(|status| self.error("a farewell", &status))
     }
 
-    /// As [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
+    /// Like [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
     /// they still work, and then it is to be called again.
     ///
     /// # Errors
-    /// As [`Client::exit`].
+    /// Like [`Client::exit`].
     pub fn exit_together(&self, exit: &Exit, deadline: Instant) -> Result<Poll<Option<Verdict>>> {
         let reply = self.call("the report of an exit", deadline, || {
             let exit = wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };

@@ -14,7 +14,7 @@ use crate::host;
 /// Time between two attempts to listen.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// As [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
+/// Like [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
 pub(super) fn listen_in_time(
     host: Option<&str>,
     bound: Option<IpAddr>,

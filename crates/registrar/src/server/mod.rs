@@ -184,11 +184,11 @@ impl Registrar {
         Self::start_fixed(options, known, false)
     }
 
-    /// As [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
+    /// Like [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
     /// certificate made from it.
     ///
     /// # Errors
-    /// As [`Registrar::start`].
+    /// Like [`Registrar::start`].
     pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
         let known = match secret {
             None => Known::made_up(options.job_id.clone())?,
@@ -202,19 +202,19 @@ impl Registrar {
         Self::start_fixed(options, known, true)
     }
 
-    /// As [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
+    /// Like [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
     ///
     /// # Errors
-    /// As [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
+    /// Like [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
     pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
         Self::start_kept(options, elastic, None)
     }
 
-    /// As [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
+    /// Like [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
     /// same journal continues the job, at the same port, with the same token and certificate.
     ///
     /// # Errors
-    /// As [`Registrar::start_elastic`]; `Journal`.
+    /// Like [`Registrar::start_elastic`]; `Journal`.
     pub fn start_kept(options: Options, elastic: &Elastic, journal: Option<Journal>) -> Result<Self> {
         let Elastic { first, least, most, .. } = *elastic;
         if least == 0 || least > first || first > most {

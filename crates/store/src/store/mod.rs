@@ -88,7 +88,7 @@ impl Store {
     /// Returns the store that `path` names: another URL, an absolute path, or a place below this one.
     ///
     /// # Errors
-    /// As [`Store::open`].
+    /// Like [`Store::open`].
     pub fn resolve(&self, path: &str) -> Result<Self> {
         if path.starts_with('/') || path.contains(":/") { Self::open(path) } else { self.child(path) }
     }
@@ -189,7 +189,7 @@ impl Store {
     /// Ranges of a file; near ones are fetched together.
     ///
     /// # Errors
-    /// As [`Store::read`], and a range past the end.
+    /// Like [`Store::read`], and a range past the end.
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -202,7 +202,7 @@ impl Store {
     /// Size of a file.
     ///
     /// # Errors
-    /// As [`Store::read`].
+    /// Like [`Store::read`].
     pub fn size(&self, path: &str) -> Result<u64> {
         let at = self.at(path)?;
         self.ask("look up", path, async |backend| backend.head(&at).await).map(|meta| meta.size)
@@ -283,7 +283,7 @@ impl Store {
     /// Writes a file that is seen whole or not at all; on a local file system also after a loss of power.
     ///
     /// # Errors
-    /// As [`Store::read`].
+    /// Like [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -295,7 +295,7 @@ impl Store {
     /// Writes a small file unless there is one of this name; says whether it did. Of many attempts, one succeeds.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn create(&self, path: &str, data: Bytes) -> Result<bool> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -317,7 +317,7 @@ impl Store {
     /// Only file systems show such leavings.
     ///
     /// # Errors
-    /// As [`Store::look`] and [`Store::delete`].
+    /// Like [`Store::look`] and [`Store::delete`].
     pub fn tidy(&self) -> Result<()> {
         match &self.location {
             Location::Local(base) => local::tidy(base).map_err(|source| self.io("delete", "", source)),
@@ -333,7 +333,7 @@ impl Store {
     /// Starts a file that is written piece by piece.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn upload(&self, path: &str) -> Result<Upload> {
         let at = self.at(path)?;
         let inner = self.ask("write", path, async |backend| backend.put_multipart(&at).await)?;
@@ -344,7 +344,7 @@ impl Store {
     /// Deletes a file; a missing one is no error.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn delete(&self, path: &str) -> Result<()> {
         let at = self.at(path)?;
         match self.ask("delete", path, async |backend| backend.delete(&at).await) {
@@ -353,11 +353,11 @@ impl Store {
         }
     }
 
-    /// As [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
+    /// Like [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
     /// not known whether the file is still there.
     ///
     /// # Errors
-    /// As [`Store::delete`], and [`Error::Late`].
+    /// Like [`Store::delete`], and [`Error::Late`].
     pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
         let at = self.at(path)?;
         let backend = self.backend.get()?;
@@ -378,7 +378,7 @@ impl Store {
     /// Deletes everything below `path`, directories too; returns how many files that were.
     ///
     /// # Errors
-    /// As [`Store::write`]; some files may be gone by then.
+    /// Like [`Store::write`]; some files may be gone by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
         let paths = entries.iter().map(|entry| self.at(&entry.path)).collect::<Result<Vec<_>>>()?;

@@ -183,7 +183,7 @@ impl Timeline {
         self.record(|| What::Begin(track.clone(), name, None));
     }
 
-    /// As [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
+    /// Like [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
     pub fn begin_listed(&self, track: &Track, name: &'static str, list: u64) {
         self.record(|| What::Begin(track.clone(), name, Some(list)));
     }

@@ -151,7 +151,7 @@ class ElasticBackend(LocalBackend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; the results are those of the last world. `on_progress` is not called."""
+        """Like `Backend.run`; the results are those of the last world. `on_progress` is not called."""
         del on_progress
         from farandole._native.elastic import ElasticJob  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415

@@ -116,7 +116,7 @@ class Journal(Told):
         self._changed.set()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """As `Told.line`: writes it into the run's directory. What a restarted job prints follows."""
+        """Like `Told.line`: writes it into the run's directory. What a restarted job prints follows."""
         if self._output is None:
             return
         try:

@@ -79,7 +79,7 @@ class Training(Watcher):
         self._told()
 
     def look(self) -> None:
-        """As `Watcher.look`."""
+        """Like `Watcher.look`."""
         if self._ask is not None:
             self._ask()
 
@@ -163,7 +163,7 @@ class Training(Watcher):
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
 
     def left(self, task: int, how: str) -> None:
-        """As `Watcher.left`."""
+        """Like `Watcher.left`."""
         if not self._all:
             return
         self._left[task] = how
@@ -172,7 +172,7 @@ class Training(Watcher):
             self._tell_ranks(logged=False)
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """As `Watcher.line`."""
+        """Like `Watcher.line`."""
         for one in self._all:
             one.line(rank, stream, text)
 

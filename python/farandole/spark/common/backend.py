@@ -105,7 +105,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises the errors of `farandole.spark.run`."""
+        """Like `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
             taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
@@ -143,7 +143,7 @@ class SparkBackend(Backend):
         return self._num_proc
 
     def check(self) -> None:
-        """As `Backend.check`."""
+        """Like `Backend.check`."""
         from farandole.spark.job.session import Cluster  # noqa: PLC0415 - as above
 
         Cluster.active().check(self._bounds.get("min_num_proc") or self.num_processes())
@@ -151,7 +151,7 @@ class SparkBackend(Backend):
         Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
-        """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
+        """Like `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # another class may have attributes of its own, which a copy would lack
         more: dict[str, Any] = {**self._bounds, **self._kwargs, "store": store}

@@ -111,7 +111,7 @@ class Parameters(Params):
         super().__setattr__(name, value)
 
     def _set(self, **kwargs: Any) -> Self:
-        """As pyspark's; but `None` stands for the default, as in the constructor."""
+        """Like pyspark's, but `None` stands for the default, as in the constructor."""
         for name in [name for name, value in kwargs.items() if value is None]:
             parameter = self.getParam(name)
             if isinstance(parameter, Parameter) and parameter.default is not None:

@@ -100,7 +100,7 @@ class PytorchInfiniteDataLoader(PytorchDataLoader):
     """Batches that continue over the ends of a reader's epochs: an epoch here is `limit_step_per_epoch` of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `PytorchDataLoader`; a reader that ends after some epochs is refused."""
+        """Like `PytorchDataLoader`; a reader that ends after some epochs is refused."""
         super().__init__(*args, **kwargs)
         epochs = getattr(self.reader, "num_epochs", None)
         if epochs is not None:

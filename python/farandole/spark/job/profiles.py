@@ -73,7 +73,7 @@ class Profiled:
         return cls(context, pickled)
 
     def repartition(self, number: int) -> Profiled:
-        """As `DataFrame.repartition`.
+        """Like `DataFrame.repartition`.
 
         Args:
             number: Of partitions.
@@ -81,7 +81,7 @@ class Profiled:
         return Profiled(self._context, self._pickled.repartition(number))
 
     def collect(self) -> list[Row]:
-        """As `DataFrame.collect`."""
+        """Like `DataFrame.collect`."""
         return _rdd(self._context, self._pickled).collect()
 
 

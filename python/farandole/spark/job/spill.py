@@ -179,5 +179,5 @@ def call(spill: Spill, packed: bytes) -> Any:
 
 
 def call_stored(spill: Spill, stored: Stored) -> Any:
-    """As `call`, of a function that is itself in the store."""
+    """Like `call`, of a function that is itself in the store."""
     return call(spill, spill.take(stored))

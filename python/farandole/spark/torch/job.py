@@ -72,7 +72,7 @@ class Loop:
 
     @classmethod
     def of(cls, estimator: TorchParams) -> Self:
-        """As an estimator's parameters have it.
+        """Returns the job of an estimator's parameters.
 
         Args:
             estimator: of PyTorch or Lightning.

@@ -120,7 +120,7 @@ class TfDataServiceConfig:
         return MeetingClient(self.addresses, self.key, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, texts and lists; the key in hexadecimal."""
+        """Returns numbers, texts and lists; the key is in hexadecimal."""
         return {**dataclasses.asdict(self), "key": self.key.hex()}
 
     @staticmethod

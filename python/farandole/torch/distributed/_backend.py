@@ -126,7 +126,7 @@ class FarandoleBackend(Backend):
         return self._reduce_into(tensors[0], tensors[0], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """As `allreduce`, for several tensors as one unit."""
+        """Like `allreduce`, for several tensors as one unit."""
         op = reduction(opts.reduceOp)
         data = [numbers(tensor) for tensor in tensors]
         base = self._next_name()
@@ -144,7 +144,7 @@ class FarandoleBackend(Backend):
         return self._work(submission, data, finish, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """As `allreduce`, but overwrites the root's tensor only."""
+        """Like `allreduce`, but overwrites the root's tensor only."""
         (tensor,) = tensors
         return self._reduce_into(tensor if opts.rootRank == self._rank else None, tensor, opts)
 
@@ -187,7 +187,7 @@ class FarandoleBackend(Backend):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `reduce_scatter_single`, for several pairs of tensors as one unit."""
+        """Like `reduce_scatter_single`, for several pairs of tensors as one unit."""
         op = self._scatterable(opts)
         data = [self._rows(numbers(source).reshape(-1), out) for source, out in zip(inputs, outputs, strict=True)]
         results = [torch.empty(part.shape[1:], dtype=part.dtype) for part in data]
@@ -301,11 +301,11 @@ class FarandoleBackend(Backend):
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
+        """Like `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
         return self._gather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `all_gather_single`, for several tensors as one unit."""
+        """Like `all_gather_single`, for several tensors as one unit."""
         return self._gather([[output] for output in outputs], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced

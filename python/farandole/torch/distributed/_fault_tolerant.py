@@ -156,7 +156,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
 
 
 class _GradientTolerance(Tolerance):
-    """As `Tolerance`, but a rank that is behind gets the results of a reduction, not the state after the step.
+    """Like `Tolerance`, but a rank that is behind gets the results of a reduction, not the state after the step.
 
     Args:
         optimizer: As for `Tolerance`.

@@ -70,7 +70,7 @@ class Handle:
     host: str
 
     def __str__(self) -> str:
-        """As torch hands it on."""
+        """Returns the text that torch passes on."""
         return f"{_NAME}:{self.uuid}:{self.rank}:{self.instance}:{self.host}"
 
     @staticmethod
@@ -233,11 +233,11 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self._backend.supports_reconfigure
 
     def get_reconfigure_handle(self) -> str:
-        """As `ReconfigurableBackend.get_reconfigure_handle`."""
+        """Like `ReconfigurableBackend.get_reconfigure_handle`."""
         return self._backend.get_reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> Work:
-        """As `ReconfigurableBackend.reconfigure`."""
+        """Like `ReconfigurableBackend.reconfigure`."""
         return self._backend.reconfigure(opts)
 
 

@@ -106,11 +106,11 @@ class RegistrarStore(Store):
             self._wait(_text(key), timedelta(seconds=max(0.0, end - time.monotonic())))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """As `get`, of several keys."""
+        """Like `get`, of several keys."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """As `set`, of several keys."""
+        """Like `set`, of several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 

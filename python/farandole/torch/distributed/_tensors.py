@@ -52,7 +52,7 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """As `host`, of a dtype the engine can reduce.
+    """Like `host`, of a dtype the engine can reduce.
 
     Raises:
         ValueError: When it is sparse, or the engine has no dtype for it.
@@ -63,7 +63,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """As `host`, in one dimension; as bytes when the engine does not know the dtype."""
+    """Like `host`, in one dimension; as bytes when the engine does not know the dtype."""
     data = host(tensor).reshape(-1)
     return data if data.dtype in DTYPES else data.view(torch.uint8)
 

@@ -84,7 +84,7 @@ class TensorboardTracker(Tracker):
         return self
 
     def report(self, record: dict[str, Any]) -> None:
-        """As `Tracker.report`."""
+        """Like `Tracker.report`."""
         now, is_step = self._clock(), record.get("kind") == "step"
         if is_step and now - self._taken >= _STEP_SECONDS * 2 ** (self._points // _POINTS):
             self._taken = now
@@ -98,7 +98,7 @@ class TensorboardTracker(Tracker):
             self._writer.write()
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """As `Tracker.model`."""
+        """Like `Tracker.model`."""
         del example
         lines: list[str] = []
         if flavor == "keras":
@@ -111,7 +111,7 @@ class TensorboardTracker(Tracker):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `Tracker.__exit__`; waits until all is written."""
+        """Like `Tracker.__exit__`; waits until all is written."""
         try:
             self._details.add(_end(failed=kind is not None), 0)
         finally:

@@ -154,7 +154,7 @@ class Fingerprint:
         return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
 
     def to_json(self) -> str:
-        """As text for a file."""
+        """Returns the fingerprint as text for a file."""
         parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
         return json.dumps({"version": _VERSION, "parts": parts}, indent=1)
 

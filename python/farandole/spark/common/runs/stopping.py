@@ -108,7 +108,7 @@ class EarlyStopping(Monitor):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """As `Monitor.of`; a number alone is the patience."""
+        """Like `Monitor.of`; a number alone is the patience."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(patience=value)
         return super().of(value)

@@ -364,7 +364,7 @@ def _allowed() -> int:
 
 
 def _read(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
-    """As `_rows`, of files that are there."""
+    """Like `_rows`, of files that are there."""
     files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
     rows = reader.Reader(files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1)
     kinds = [(one.name, one.dtype, one.shape) for one in rows.columns]

@@ -137,11 +137,11 @@ class Lines(Progress):
         self._spoken: float | None = None
 
     def message(self, text: str) -> None:
-        """As `Progress.message`."""
+        """Like `Progress.message`."""
         print(text, file=self._stream, flush=True)
 
     def step(self, report: dict[str, Any]) -> None:
-        """As `Progress.step`."""
+        """Like `Progress.step`."""
         self._left.step(report)
         now = time.monotonic()
         self._spoken = now if self._spoken is None else self._spoken
@@ -151,7 +151,7 @@ class Lines(Progress):
             self._line(f"{place}  loss {report['loss']:.4f}", report)
 
     def epoch(self, report: dict[str, Any]) -> None:
-        """As `Progress.epoch`."""
+        """Like `Progress.epoch`."""
         self._left.epoch(report)
         self._spoken = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
@@ -185,16 +185,16 @@ class Bar(Progress):
         self._left = Remaining()
 
     def message(self, text: str) -> None:
-        """As `Progress.message`."""
+        """Like `Progress.message`."""
         self._rich.console.print(text, markup=False, highlight=False)
 
     def step(self, report: dict[str, Any]) -> None:
-        """As `Progress.step`."""
+        """Like `Progress.step`."""
         self._left.step(report)
         self._show(report["epoch"], report["epochs"], report["step"], report["steps"], report)
 
     def epoch(self, report: dict[str, Any]) -> None:
-        """As `Progress.epoch`."""
+        """Like `Progress.epoch`."""
         self._left.epoch(report)
         row = flat(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}

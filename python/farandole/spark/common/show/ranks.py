@@ -40,7 +40,7 @@ class Ranks(Told):
         self._ranks: list[dict[str, Any]] = []
 
     def put(self, run: str, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        """As `Told.put`."""
+        """Like `Told.put`."""
         del run, logged
         if key == "ranks":
             self._ranks = list(body["ranks"])

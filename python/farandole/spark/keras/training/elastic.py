@@ -176,7 +176,7 @@ class Moments(keras.callbacks.CallbackList):
         super().on_train_batch_begin(batch + self._offset, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """As `on_train_batch_begin`."""
+        """Like `on_train_batch_begin`."""
         super().on_train_batch_end(batch + self._offset, logs)
 
 

@@ -24,7 +24,7 @@ class TensorSource(Source):
     """Whether another process can continue an epoch in the middle."""
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """As `Source.epoch`."""
+        """Like `Source.epoch`."""
         with closing(super().epoch(number, steps)) as batches:
             for rows in batches:
                 yield replace(rows, columns=tensors_of(rows.columns))
