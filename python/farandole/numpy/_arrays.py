@@ -68,7 +68,7 @@ def as_input(value: ArrayLike) -> Array:
 
 
 def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
-    """Like `as_input`, with memory for a result of the same shape and dtype: a private copy serves as its own result."""
+    """Like `as_input`, with memory for a result of the same shape and dtype, which may be the private copy."""
     array = _checked(value)
     if is_plain(array):
         return array, np.empty_like(array)
