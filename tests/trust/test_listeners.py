@@ -54,6 +54,28 @@ def opened(method):
     return engine, group
 
 
+def debugged():
+    """What a rank listens on before, with and after torch's debug server."""
+    import socket
+
+    import farandole.numpy as hvd
+    from farandole.torch.distributed import debug
+
+    hvd.init()
+    before = sockets.listening()
+    with pytest.raises(ValueError, match="without a password"):
+        debug.start_debug_server(0)
+    refused = sockets.listening()
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    debug.start_debug_server(port, open_to_the_network=True)
+    started = sockets.listening() - before
+    hvd.barrier()
+    debug.stop_debug_server()
+    hvd.barrier()
+    return refused - before, started, sockets.listening() - before
+
+
 def keeps_what_it_is_told(store, rank, size):
     from datetime import timedelta
 
@@ -105,6 +127,15 @@ def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
         assert group == engine, "torch's store opens nothing"
     if setting == "port range":
         assert {port for _, port in driver} | {port for engine, _ in ranks for _, port in engine} <= set(RANGE)
+
+
+@pytest.mark.skipif(find_spec("torch.distributed.debug") is None, reason="needs torch 2.15")
+def test_torchs_debug_server_opens_ports_only_after_consent():
+    for refused, started, stopped in LocalBackend(2, verbose=0, warm=False).run(debugged):
+        assert not refused
+        assert started, "torch opens ports"
+        assert {address for address, _ in started} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+        assert not stopped
 
 
 MEETING = """

@@ -164,7 +164,7 @@ impl Service {
                     self.advance(token, incoming);
                 } else if let Some(watch) = self.watched.get_mut(&token) {
                     let mut losses = Vec::new();
-                    let verdict = watch.news(&mut losses);
+                    let verdict = watch.news(self.shared.rank, &mut losses);
                     for (rank, reason) in losses {
                         self.hear(rank, reason);
                     }
@@ -272,8 +272,12 @@ impl Service {
 
     fn settle(&mut self, token: u64, verdict: Verdict) {
         if let Verdict::Lost { reason, orderly } = verdict
-            && let Some(watch) = self.watched.remove(&token)
+            && let Some(mut watch) = self.watched.remove(&token)
         {
+            if !orderly {
+                // Otherwise the peer sees only that the connection ended, and reports that in place of the reason.
+                watch.tell(watch.peer.rank, &reason);
+            }
             if let Some(descriptor) = watch.descriptor() {
                 // The descriptor is closed next in any case.
                 let _ = epoll::delete(&self.epoll, descriptor);

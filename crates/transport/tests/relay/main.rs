@@ -223,7 +223,7 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
 
 /// Heartbeats: forged ones could hide a death or feign a farewell.
 #[test]
-fn tr_7_a_heartbeat_that_was_meddled_with_loses_the_peer_and_names_the_link() {
+fn tr_7_a_changed_heartbeat_loses_the_peer_and_both_ranks_name_the_link() {
     let beat = 16 + 128 + 16;
     let harms = [
         Harm::Change(1),
@@ -242,18 +242,24 @@ fn tr_7_a_heartbeat_that_was_meddled_with_loses_the_peer_and_names_the_link() {
         let pair = Pair::with(quick, Some(plan));
         let _links = pair.open(1);
         let (hearer, sayer) = if way == Way::ToAcceptor { (0, 1) } else { (1, 0) };
-        let limit = Instant::now() + PATIENCE;
-        let error = loop {
-            if let Err(error) = pair.meshes[hearer].check() {
-                break error;
+        let reason = |rank: usize| {
+            let limit = Instant::now() + PATIENCE;
+            loop {
+                if let Err(error) = pair.meshes[rank].check() {
+                    break error.to_string();
+                }
+                assert!(Instant::now() < limit, "{told}: rank {rank} noticed nothing");
+                thread::sleep(Duration::from_millis(5));
             }
-            assert!(Instant::now() < limit, "{told}: nothing was noticed");
-            thread::sleep(Duration::from_millis(5));
         };
-        let reason = error.to_string();
-        assert!(reason.contains(&format!("lost rank {sayer} on host-{sayer}")), "{told}: {reason}");
-        assert!(reason.contains("on its connection of heartbeats with 127.0.0.1:"), "{told}: {reason}");
-        assert!(reason.contains("is not what its sender sealed"), "{told}: {reason}");
+        let (noticed, heard) = (reason(hearer), reason(sayer));
+        assert!(noticed.contains(&format!("lost rank {sayer} on host-{sayer}")), "{told}: {noticed}");
+        assert!(heard.contains(&format!("lost rank {hearer} on host-{hearer}")), "{told}: {heard}");
+        assert!(heard.contains("it counts this rank as lost: "), "{told}: {heard}");
+        for reason in [noticed, heard] {
+            assert!(reason.contains("on its connection of heartbeats with 127.0.0.1:"), "{told}: {reason}");
+            assert!(reason.contains("is not what its sender sealed"), "{told}: {reason}");
+        }
     }
 }
 
