@@ -88,7 +88,7 @@ fn receive(link: &mut Link) -> (usize, Error) {
 }
 
 #[test]
-fn nothing_that_somebody_on_the_way_does_makes_a_rank_accept_his_bytes() {
+fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
     cases(|random| {
         let streams = if random.below(3) == 0 { 2 } else { 1 };
         let way = if random.below(2) == 0 { Way::ToAcceptor } else { Way::ToDialer };

@@ -110,7 +110,7 @@ def test_a_worker_whose_notice_is_over_before_its_commit_is_no_failure_either(la
     finish(run, 2)
 
 
-def test_a_spare_that_is_told_to_leave_does_so_without_a_word(launch: Start, train: Train) -> None:
+def test_a_dismissed_spare_leaves_without_a_message(launch: Start, train: Train) -> None:
     says = "import os\nprint(f'pid {os.getpid()}', flush=True)\n"
     run = launch("-np", 2, "--min-np", 1, "--spares", 1, *SLOW, *train(before=says))
     known = {one["pid"] for one in members(run, 2)}

@@ -38,7 +38,7 @@ def test_a_rank_that_is_lost_in_its_backward_pass_is_not_in_the_average_and_no_s
 
 
 @pytest.mark.slow
-def test_ranks_whose_reduction_failed_get_the_result_of_those_who_have_it() -> None:
+def test_ranks_whose_reduction_failed_get_the_result_of_ranks_that_have_it() -> None:
     found, _ = run(*ALONE, ends=[[0, 5, "fails"], [2, 5, "fails"]], ddp={"gradient_as_bucket_view": True})
     assert is_close(same(found), expected(members({})))
     assert [one["seen"] for one in found] == [STEPS] * 4

@@ -75,7 +75,7 @@ def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
-def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_goes_on(transport: str, tmp_path: Path) -> None:
+def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(transport: str, tmp_path: Path) -> None:
     cell = Cell("allreduce", "strangers", transport, 2)
     trace = tmp_path / "unpickled"
     plan = {"operation": "allreduce", "fault": "none", "victim": -1, "inside": False, "survivable": False}

@@ -56,7 +56,7 @@ def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
     os.kill(sleep.pid, signal.SIGKILL)
 
 
-def test_a_cut_host_is_silent_until_it_is_restored_and_others_go_on(hosts):
+def test_a_cut_host_is_silent_until_it_is_restored_and_others_continue(hosts):
     bed = hosts("h1", "h2")
     assert connects(bed, "h1")
     bed["h1"].cut()
@@ -129,7 +129,7 @@ def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
     assert missing() == "needs the Debian packages openssh-server: .ci/packages installs them"
 
 
-def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(tmp_path):
+def test_absent_packages_fail_only_in_ci(tmp_path):
     user = tmp_path / "id"  # not root, and no other program
     user.write_text("#!/bin/sh\necho 1000\n")
     user.chmod(0o755)

@@ -115,7 +115,7 @@ def test_a_host_that_is_added_joins_and_one_that_is_removed_leaves(hosts):
     assert "h1" not in said, f"to be removed is no failure: {said}"
 
 
-def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts):
+def test_a_host_that_is_killed_is_named_and_the_others_continue(hosts):
     bed = hosts("h1", "h2")
     running = start(bed, "-np", 4, "--min-np", 2)
     before = members(running, "h1", "h1", "h2", "h2")

@@ -107,7 +107,7 @@ def test_a_network_that_is_cut_for_ever_ends_the_job_on_both_sides(hosts):
     until_only_sshd(bed, "h2")
 
 
-def test_a_cut_host_ends_workers_that_speak_with_nobody(hosts):
+def test_a_cut_host_ends_its_workers(hosts):
     bed = hosts("h1", "h2")
     running = busy(bed, program=IDLE)
     bed["h2"].cut()

@@ -156,7 +156,7 @@ def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job
     bed["h2"].end()
 
 
-def test_driver_and_ranks_listen_on_the_address_and_the_ports_that_they_are_told(hosts):
+def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
     bed = hosts("h1", "h2")
     driver = cluster(bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859")
     for host in bed.hosts.values():

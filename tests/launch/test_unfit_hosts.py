@@ -49,7 +49,7 @@ def test_hosts_are_checked_side_by_side_and_all_that_fail_are_named(hosts):
         assert f"{name}: ssh: connect to host {name} port 22: " in said, said
 
 
-def test_a_name_that_nobody_knows(hosts):
+def test_an_unknown_name(hosts):
     bed = hosts("h1")
     done = bed.launched("-np", 2, "-H", "h1:1,h9:1", sys.executable, "-c", "pass")
     assert done.returncode != 0

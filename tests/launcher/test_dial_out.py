@@ -147,7 +147,7 @@ def test_the_death_of_a_rank_behind_the_relay_is_heard_within_a_second_or_so(tmp
     assert heard[0]["heard"] < 2.5, said
 
 
-def test_without_the_option_such_hosts_cannot_be_linked_and_say_whom_they_cannot_reach(tmp_path):
+def test_without_the_option_such_hosts_cannot_be_linked_and_name_the_unreachable_hosts(tmp_path):
     told, said = islands(tmp_path, [[0], [1]], FARANDOLE_START_TIMEOUT="6")
     assert told == []
     assert "rank 0" in said

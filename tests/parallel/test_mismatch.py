@@ -72,7 +72,7 @@ def test_the_first_rule_that_fails_is_named(trio):
     assert trio.run(several)[0].startswith("Mismatched data types: ")
 
 
-def test_unnamed_operations_that_differ_are_told_at_once_and_the_world_goes_on(trio):
+def test_unnamed_operations_that_differ_are_an_error_at_once_and_the_world_continues(trio):
     def different():
         ones = torch.ones(2)
         try:
@@ -122,7 +122,7 @@ def mixed(helper, other):
         ("allgather_object", "bytes"),
     ],
 )
-def test_ranks_that_move_objects_where_others_do_something_else_are_told_at_once(trio, helper, other):
+def test_ranks_that_move_objects_while_others_do_something_else_get_an_error_at_once(trio, helper, other):
     for text, everybody, last in trio.run(mixed, helper, other):
         assert text.startswith("Mismatched "), text
         assert f"rank 1 submitted {OBJECTS[helper]}" in text, text

@@ -162,7 +162,7 @@ def wrong_arguments_are_refused_and_the_engine_goes_on():
     assert hvd.alltoall(np.arange(4), splits=[])[0].tolist() == hvd.alltoall(np.arange(4)).tolist()
 
 
-def test_wrong_arguments_are_refused_and_the_engine_goes_on(pair):
+def test_wrong_arguments_are_refused_and_the_engine_continues(pair):
     pair.run(wrong_arguments_are_refused_and_the_engine_goes_on)
 
 

@@ -160,6 +160,6 @@ def the_world_is_told_consistently():
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
-def test_the_world_is_told_consistently(world):
+def test_the_world_is_reported_consistently(world):
     size = world.size
     assert world.run(the_world_is_told_consistently) == [(rank, size, rank, size, 0, 1) for rank in range(size)]

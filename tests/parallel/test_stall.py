@@ -82,7 +82,7 @@ def late_and_unheard(seconds):
     return total, hvd.synchronize(handle).tolist()
 
 
-def test_a_report_that_nobody_can_read_ends_nothing(fresh_world):
+def test_an_unreadable_report_ends_nothing(fresh_world):
     assert fresh_world(2, env=CHECK).run(late_and_unheard, 1.0) == [([2, 2], [2, 2])] * 2
 
 
@@ -226,7 +226,7 @@ def joins_early(path):
     return hvd.join()
 
 
-def test_ranks_that_have_joined_report_those_who_have_not(fresh_world, tmp_path):
+def test_ranks_that_have_joined_report_the_others(fresh_world, tmp_path):
     path = str(tmp_path / "{rank}.err")
     assert fresh_world(3, env=CHECK).run(joins_early, path) == [0, 0, 0]
     said = (tmp_path / "0.err").read_text()
@@ -247,7 +247,7 @@ def never_joins():
     return None
 
 
-def test_a_join_that_lasts_too_long_names_those_who_are_missing(fresh_world):
+def test_a_join_that_lasts_too_long_names_the_missing_ranks(fresh_world):
     env = {**CHECK, "FARANDOLE_COLLECTIVE_TIMEOUT": "1.5"}
     for text in fresh_world(3, env=env).run(never_joins)[1:]:
         assert "join" in text

@@ -287,7 +287,7 @@ def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
     assert "Python functions are used instead" in warning
 
 
-def test_groups_are_reduced_while_the_backward_pass_goes_on(tensorflow_pair):
+def test_groups_are_reduced_while_the_backward_pass_continues(tensorflow_pair):
     tensorflow_pair.run(groups_are_reduced_while_gradients_are_computed)
 
 

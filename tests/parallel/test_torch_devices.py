@@ -123,7 +123,7 @@ def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpu
         assert (used["copies"], used["blocked"]) == (0, 0)
 
 
-def test_ranks_that_share_a_gpu_meet_in_host_memory_where_somebody_says_so(fresh_world, cuda):
+def test_ranks_that_share_a_gpu_meet_in_host_memory_if_a_variable_says_so(fresh_world, cuda):
     world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
     for _, found, untouched, used in world.run(late_sum, True, 5):
         assert found == [[1.0 + 2 * i] for i in range(5)]
@@ -613,6 +613,6 @@ def staged_by_choice():
     return total, gpu.count("launches"), gpu.count("copies") > 0, hvd.cuda_built(), hvd.nccl_built()
 
 
-def test_nccl_is_left_alone_where_somebody_says_so(fresh_world, cuda):
+def test_nccl_is_not_used_if_a_variable_says_so(fresh_world, cuda):
     world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
     assert world.run(staged_by_choice) == [([2.0, 2.0], 0, True, True, 22703)] * 2

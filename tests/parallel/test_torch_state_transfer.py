@@ -73,7 +73,7 @@ def everybody_in_every_role():
     usual_pieces()
 
 
-def test_takers_get_every_kind_of_tensor_whoever_sends_and_senders_keep_theirs(world):
+def test_takers_get_every_kind_of_tensor_from_any_sender_and_senders_keep_theirs(world):
     world.run(everybody_in_every_role)
 
 

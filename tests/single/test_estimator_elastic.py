@@ -132,7 +132,7 @@ def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(rows
     assert "was ended by SIGKILL" in err
 
 
-def test_a_fit_that_loses_all_its_workers_goes_on_from_its_checkpoint(rows, tmp_path):
+def test_a_fit_that_loses_all_its_workers_continues_from_its_checkpoint(rows, tmp_path):
     check(fit(tmp_path, callbacks=[Disturbance(tmp_path, (0, 1))], run_id="run"), rows)
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-0", "killed-1"}
     begun = [one["epoch"] for said in notes(tmp_path) for one in said[:2] if "epoch" in one]

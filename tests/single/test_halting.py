@@ -279,7 +279,7 @@ def serve():
         one.close()
 
 
-def test_only_who_knows_the_token_can_stop(serve):
+def test_only_a_holder_of_the_token_can_stop(serve):
     stop = Fake()
     endpoint = serve(stop)
     assert len(endpoint.path) == 34

@@ -42,7 +42,7 @@ def table() -> Iterator[handles.HandleTable]:
     assert not own._boarding
 
 
-def test_a_wait_that_was_interrupted_goes_on_where_it_was(told: list[Any], table: handles.HandleTable) -> None:
+def test_a_wait_that_was_interrupted_continues_where_it_was(told: list[Any], table: handles.HandleTable) -> None:
     handle = table.submit(None, list, lambda: [7, 8, 9])
     told += [(7, 70), (8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):

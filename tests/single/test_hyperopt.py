@@ -29,7 +29,7 @@ def train(point):
     return {"error": float(hvd.allreduce((point["x"] + point["shift"]) ** 2)), "ranks": hvd.size()}
 
 
-def test_trials_are_jobs_and_a_search_goes_on_where_it_was_left():
+def test_trials_are_jobs_and_a_search_continues_where_it_was_left():
     trials = hyperopt.Trials()
     first = fmin(
         train, SPACE, max_evals=2, backend=BACKEND, metric="error", trials=trials, rstate=np.random.default_rng(1)

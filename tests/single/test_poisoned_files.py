@@ -61,7 +61,7 @@ def test_the_poison_works(mark):
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
 @pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
-def test_a_poisoned_checkpoint_ends_the_run_that_would_go_on_from_it(data, mark, fitted):
+def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, mark, fitted):
     fitted(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     state = torch.load(path, weights_only=True)

@@ -218,7 +218,7 @@ def numbers(rows):
     return pa.table({"id": np.arange(rows), "x": np.arange(rows, dtype=np.float32)})
 
 
-def test_files_of_no_bytes_no_rows_and_one_row_are_told_apart(tmp_path):
+def test_files_of_no_bytes_no_rows_and_one_row_are_distinguished(tmp_path):
     for name in ("bytes", "none", "one", "some"):
         (tmp_path / name).mkdir()
     (tmp_path / "bytes" / "part.parquet").touch()

@@ -34,7 +34,7 @@ def train(given):
     return given["x"] ** 2
 
 
-def test_trials_are_jobs_and_a_study_in_a_file_goes_on(tmp_path):
+def test_trials_are_jobs_and_a_study_in_a_file_continues(tmp_path):
     storage = f"sqlite:///{tmp_path}/study.db"
 
     def space(trial):

@@ -100,6 +100,6 @@ def test_lightning_trains_by_distributed_data_parallel_without_the_compiler_and_
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_the_compiler_comes_with_the_first_need_and_optimizers_go_on(need):
+def test_the_compiler_comes_with_the_first_need_and_optimizers_continue(need):
     ended = "step()\nassert not compiler.is_deferred()\ncompiler.defer()\nassert not compiler.is_deferred()\n"
     subprocess.run([sys.executable, "-c", STEP + NEEDS[need] + ended], check=True, timeout=110)

@@ -65,7 +65,7 @@ def test_a_failed_fit_fails_its_run_and_an_active_run_stays_open(wandb):
     assert [name for name, *_ in wandb.told] == ["config"]
 
 
-def test_several_are_told_and_those_that_have_started_end_if_one_cannot_start(wandb):
+def test_several_trackers_get_a_run_and_all_end_if_one_cannot_start(wandb):
     class Unwilling(Tracker):
         def __enter__(self):
             raise ConnectionError("no server")

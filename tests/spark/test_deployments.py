@@ -68,7 +68,7 @@ def fit(spark, folder):
 """
 
 
-def test_a_spark_connect_client_runs_functions_and_fits_models_and_is_told_of_missing_slots(server, tmp_path):
+def test_a_spark_connect_client_runs_functions_and_fits_models_and_gets_an_error_for_missing_slots(server, tmp_path):
     body = """
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 assert type(spark).__module__.startswith("pyspark.sql.connect")
@@ -115,7 +115,7 @@ except farandole.spark.FarandoleJobError as error:
     assert "cancel" in out.lower() or "interrupt" in out.lower(), out
 
 
-def test_a_gang_whose_connect_client_nobody_can_dial_meets_among_itself_and_tells_by_the_store(server, tmp_path):
+def test_a_gang_whose_connect_client_cannot_be_dialled_meets_among_itself_and_reports_by_the_store(server, tmp_path):
     body = """
 import io, time
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()

@@ -208,7 +208,7 @@ print(repr(found))
 
 
 @pytest.mark.slow
-def test_on_connect_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_on_connect_a_killed_worker_is_replaced_and_the_other_continues(tmp_path: Path) -> None:
     code = (
         TRAIN
         + WAIT

@@ -185,7 +185,7 @@ def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noti
 
 
 @pytest.mark.newest
-def test_an_exit_code_is_told(backend):
+def test_an_exit_code_is_reported(backend):
     def leave():
         import os
         import sys

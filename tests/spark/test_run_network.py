@@ -97,7 +97,7 @@ spark.stop()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["pyarrow", "farandole"])
-def test_an_executor_without_a_package_is_told_how_to_install_it_there(missing, tmp_path):
+def test_an_executor_without_a_package_causes_an_error_that_says_how_to_install_it(missing, tmp_path):
     packages = tmp_path / "packages"
     packages.mkdir()
     for root in [Path(part) for part in sys.path if part.endswith("site-packages")]:

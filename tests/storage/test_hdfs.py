@@ -30,7 +30,7 @@ def run(program, cluster, **environment):
     return done.stdout
 
 
-def test_reading_and_writing_go_on_while_name_nodes_change_places(name_service, prefix, monkeypatch):
+def test_reading_and_writing_continue_while_name_nodes_change_places(name_service, prefix, monkeypatch):
     monkeypatch.setenv("HADOOP_CONF_DIR", name_service.configuration)
     store = Store.create(f"{name_service.url}/{prefix}")
     rows = 40_000

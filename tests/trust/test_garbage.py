@@ -232,7 +232,7 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
     assert 0.5 < time.monotonic() - began < 3.0
 
 
-def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monkeypatch):
+def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monkeypatch):
     server, module = meeting
     server._places = 50
     monkeypatch.setattr(module, "REACH", 60.0)

@@ -86,7 +86,7 @@ def disk(tmp_path):
 
 
 @needs
-def test_the_disk_loses_what_nobody_has_synchronized(disk):
+def test_the_disk_loses_unsynchronized_data(disk):
     folder, lose_power = disk
     (folder / "lost").write_bytes(b"x" * 5000)
     with lose_power() as after:

@@ -73,13 +73,13 @@ def test_a_relay_that_only_forwards_is_not_noticed():
         pytest.param(lambda part: part[:1000] + bytes(500) + part[1000:], id="injected"),
     ],
 )
-def test_bytes_of_a_link_that_somebody_meddled_with_end_the_job_with_the_links_name(does, side):
+def test_changed_bytes_of_a_link_end_the_job_with_the_links_name(does, side):
     ended, relay = job(Harm(LINK, side, 50_000, 4096, does), rounds=1000, length=100_000, pause=0)
     assert relay.harmed, "harm was done"
     assert_told(ended, "on connection ")
 
 
-def test_a_beat_that_somebody_changed_ends_the_job_with_the_links_name():
+def test_a_changed_heartbeat_ends_the_job_with_the_links_name():
     flipped = Harm(BEAT, DIALER, 0, 160, lambda part: part[:20] + bytes([part[20] ^ 1]) + part[21:])
     ended, relay = job(flipped, rounds=400, length=100, pause=0.05)
     assert relay.harmed, "harm was done"

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_told_from_its_root_and_a_url_as_it_is() {
+    fn a_path_is_shown_from_its_root_and_a_url_unchanged() {
         assert!(absolute("here".to_owned()).starts_with('/'));
         assert_eq!(absolute("dbfs:/a".to_owned()), "dbfs:/a");
         assert_eq!(absolute("s3://a".to_owned()), "s3://a");

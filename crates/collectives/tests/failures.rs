@@ -11,7 +11,7 @@ use farandole_transport::{Error as LinkError, loopback};
 use farandole_world::Rank;
 
 #[test]
-fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
+fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
     for size in [2, 3, 4, 5] {
         // Within the greeting, between messages, inside a chunk, late.
         for bytes in [0, 10, 64, 1000, 30_000] {
@@ -128,7 +128,7 @@ fn a_peer_that_finished_and_left_spoils_nothing() {
 }
 
 #[test]
-fn members_that_disagree_about_the_world_are_told_so() {
+fn members_that_disagree_about_the_world_get_an_error() {
     let mut mesh = loopback::mesh(3, 16 << 10).unwrap();
     // Rank 2 says nothing, and rank 1 does not know of it.
     let _silent = mesh.pop();

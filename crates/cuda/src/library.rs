@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_in_the_loaders_words() {
+    fn a_missing_library_is_reported_in_the_loaders_words() {
         let error = Library::open(Path::new("libdoes-not-exist.so.1")).unwrap_err();
         assert!(error.contains("libdoes-not-exist.so.1"), "{error}");
         assert!(Library::loaded("libdoes-not-exist.so.1").is_none());

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_reads_as_horovods_and_goes_on_with_what_the_missing_do() {
+    fn a_report_reads_as_horovods_and_continues_with_what_the_missing_do() {
         let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
         stalls[1] = stall("t1", &[3], true);
         let absentee = |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };

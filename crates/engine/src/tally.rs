@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_wish_meeting_another_is_spelled_out_for_those_who_came() {
+    fn a_known_wish_meeting_another_is_spelled_out_for_the_ranks_that_came() {
         let call = Signature { call: Call::Allgather, ..plain(&[0]) };
         let entry = Arc::new(Agreed::new("t".into(), call.clone(), vec![5, 6, 7]));
         let mut tally = Tally::new(Instant::now());

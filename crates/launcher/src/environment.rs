@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_told_its_rank_under_every_name() {
+    fn a_worker_gets_its_rank_under_every_name() {
         let world = World::alone(HostHash("a".into()));
         let registrar = farandole_registrar::Registrar::start(farandole_registrar::Options {
             tasks: 1,

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_made_for_who_asks_and_removed_with_its_end() {
+    fn a_folder_is_made_on_request_and_removed_with_its_owner() {
         let name = "FARANDOLE_TIMELINE".to_owned();
         for given in [None, Some(None), Some(Some("/x.json".to_owned()))] {
             let mut environment: BTreeMap<_, _> =

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ssh_is_told_not_to_ask_and_the_rest_is_its_own() {
+    fn ssh_must_not_ask_and_keeps_its_own_settings() {
         let shell = Shell::of("ssh -F 'my config'", Some(2222), Some(Path::new("/key")), CONNECT).unwrap();
         let words = shell.argv("n1", "true");
         assert_eq!(

@@ -322,7 +322,7 @@ fn output_is_not_lost_however_late_it_is_taken() {
 }
 
 #[test]
-fn an_agent_that_is_cancelled_does_not_wait_for_whoever_reads_the_output() {
+fn an_agent_that_is_cancelled_does_not_wait_for_the_reader_of_the_output() {
     let registrar = registrar(1);
     let (agent, lines) = with_untaken_output(&registrar);
     lines.recv_timeout(LIMIT).unwrap();

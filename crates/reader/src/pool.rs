@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_makes_room_for_what_is_used() {
+    fn kept_memory_makes_room_for_used_memory() {
         let pool = Pool::new(3 << 20);
         drop((pool.take(1 << 20), pool.take(1 << 20)));
         assert_eq!(kept(&pool), 2 << 20);

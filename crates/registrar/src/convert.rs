@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_of_one_kind_are_told_in_few_bytes() {
+    fn hosts_of_one_kind_are_sent_in_few_bytes() {
         let hash =
             |host: u32| HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash();
         let places: Vec<TaskPlace> =

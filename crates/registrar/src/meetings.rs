@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_to_come_and_those_who_wait_get_all_cards_in_order() {
+    fn the_last_rank_and_the_waiting_ones_get_all_cards_in_order() {
         let mut meetings = Meetings::default();
         let second = waits(meetings.ask(ONE, ask(1, 7, &[0, 1])).unwrap());
         assert_eq!(meetings.missing(ONE, &[0, 1].into()), [0]);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_ask_for_different_worlds_hear_of_it_whoever_comes_first() {
+    fn ranks_that_ask_for_different_worlds_get_an_error_in_any_order() {
         for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1]] {
             let mut meetings = Meetings::default();
             let mut outcomes = HashMap::new();
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_has_ended_is_waited_for_by_nobody() {
+    fn no_rank_waits_for_a_rank_that_has_ended() {
         let mut meetings = Meetings::default();
         let outcome = waits(meetings.ask(ONE, ask(0, 1, &[0, 1])).unwrap());
         meetings.ended(ONE, 1, "box".to_owned());

@@ -246,7 +246,7 @@ fn every_address_of_a_driver_with_many_is_dialled_and_all_of_the_crowd_comes_in(
 }
 
 #[test]
-fn a_registrar_without_descriptors_says_so_waits_and_then_lets_everybody_in() {
+fn a_registrar_without_descriptors_says_so_waits_and_then_admits_all_tasks() {
     allow_all();
     let mut driver = Driver::start(256, 4096, 40);
     let ticket = driver.ticket();

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn links_that_missed_shared_memory_are_told_in_one_line() {
+    fn links_without_shared_memory_are_reported_in_one_line() {
         let links = |ranks: &[u32]| -> Vec<(Rank, String)> {
             ranks.iter().map(|rank| (Rank(*rank), "no room".to_owned())).collect()
         };
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_that_somebody_gave_is_kept() {
+    fn a_configured_budget_is_kept() {
         let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);

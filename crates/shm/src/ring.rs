@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_empty_ring_begins_anew_and_loses_nothing_by_it() {
+    fn only_an_empty_ring_begins_again_and_loses_nothing_by_it() {
         let (mut producer, mut consumer) = private(4096).unwrap();
         let start = producer.window().unwrap().as_ptr();
         producer.commit(100).unwrap();

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_who_create_one_does_though_its_answer_was_lost() {
+    async fn of_many_creators_one_succeeds_though_its_answer_was_lost() {
         let lossy = Moody { after: true, ..Moody::default() };
         let store = Patient::new(lossy, "hdfs://service");
         let (at, create) = (Path::from("lease"), PutOptions::from(PutMode::Create));
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refusals_are_told_at_once_as_other_services_tell_them() {
+    async fn refusals_are_reported_at_once_like_those_of_other_services() {
         let store = Patient::new(Moody::default(), "hdfs://service");
         let at = Path::from("x");
         let class = "org.apache.hadoop.security.AccessControlException";
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn leavings_of_uploads_are_told_from_files() {
+    fn rests_of_uploads_are_distinguished_from_files() {
         assert!(is_leaving(".part-0.parquet.tmp.12"));
         for file in ["part-0.tmp.1", ".x.tmp.", ".x.tmp.a1", ".x", ".tmp.1"] {
             assert!(!is_leaving(file), "{file}");

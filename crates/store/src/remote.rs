@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_nobody_knows_is_named_and_its_value_is_not() {
+    fn an_unknown_option_is_named_and_its_value_is_not() {
         let error = s3("s3://bucket", &options(&[("sekret", "hidden")])).unwrap_err().to_string();
         assert!(
             error.contains("sekret") && error.ends_with("s3://bucket") && !error.contains("hidden"),
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn other_readers_are_told_options_by_names_they_know() {
+    fn other_readers_get_options_by_names_they_know() {
         options::configure("s3://told", options(&[("key", "id"), ("endpoint_url", "http://host:1")]));
         let told = options_of("s3://told/x").unwrap();
         let expected =

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn only_old_prepared_data_that_nobody_holds_goes() {
+    fn only_old_and_unused_prepared_data_is_deleted() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(directory.path().to_str().unwrap()).unwrap();
         let put = |path: &str, text: &str| store.write(path, Bytes::from(text.to_owned())).unwrap();

@@ -124,7 +124,7 @@ mod tests {
     static DOOR: Door = Door { version: VERSION, bytes: 0, submit, place, free };
 
     #[test]
-    fn outputs_that_nobody_took_are_freed_each_once() {
+    fn outputs_that_were_not_taken_are_freed_each_once() {
         let rows = [2u64, 3];
         let output = |owner: usize| Output {
             address: null_mut(),

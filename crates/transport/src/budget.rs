@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_given_back_by_whoever_took_them() {
+    fn bytes_are_given_back_by_their_taker() {
         let budget = Budget::new(100);
         let most = budget.take(60).unwrap();
         assert_eq!(budget.take(41).unwrap_err(), "41 bytes more than this process may take of 100");

@@ -58,7 +58,7 @@ pub fn all(factory: Factory<'_>) {
     windows_are_contiguous_at_every_offset(factory(4096));
     a_sender_is_held_back_by_a_reader_that_is_slow(factory(4096));
     what_was_sent_before_a_close_is_read_before_its_error(factory(4096));
-    a_sender_learns_that_nobody_reads_any_more(factory(4096));
+    a_sender_learns_that_there_is_no_reader_any_more(factory(4096));
     large_frames_cross_a_small_ring(factory(4096));
     both_directions_flow_at_the_same_time(factory(65536));
     more_than_a_window_is_refused(factory(4096));
@@ -229,7 +229,7 @@ pub fn what_was_sent_before_a_close_is_read_before_its_error((mut a, mut b): (Li
 }
 
 /// A close reaches a sender too.
-pub fn a_sender_learns_that_nobody_reads_any_more((mut a, b): (Link, Link)) {
+pub fn a_sender_learns_that_there_is_no_reader_any_more((mut a, b): (Link, Link)) {
     drop(b);
     let limit = Limit::new();
     loop {

@@ -188,7 +188,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn every_address_has_its_own_time_and_is_told_once() {
+    fn every_address_has_its_own_time_and_is_reported_once() {
         let dead = [dead(), dead()];
         let (outcomes, took) = race(&[dead[0].address, dead[1].address]);
         assert_eq!(outcomes, [(dead[0].address, false), (dead[1].address, false)]);

@@ -172,7 +172,7 @@ fn a_peer_of_another_generation_is_refused() {
 }
 
 #[test]
-fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
+fn tr_2_strangers_that_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
@@ -256,7 +256,7 @@ fn tr_2_a_handshake_that_takes_too_long_is_ended() {
 }
 
 #[test]
-fn ends_that_disagree_on_the_capacity_are_told() {
+fn ends_that_disagree_on_the_capacity_get_an_error() {
     let meshes = meshes(2, |_| {});
     thread::scope(|scope| {
         let other = scope.spawn(|| meshes[1].open(5, &[Rank(0)], 4096));

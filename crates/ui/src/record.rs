@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_a_record_is_told_by_its_history_and_fingerprint() {
+    fn a_run_without_a_record_is_shown_by_its_history_and_fingerprint() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("logs")).unwrap();
         let lines = r#"{"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"accuracy": 0.5}]}, "validation": {"loss": 0.7, "all_metrics": []}}

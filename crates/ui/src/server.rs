@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_who_take_every_place_do_not_keep_the_page_from_its_owner() {
+    fn strangers_that_take_every_place_do_not_keep_the_page_from_its_owner() {
         let (viewer, _folder) = viewer();
         let mut owners = open(&viewer);
         let page = format!("HEAD {} HTTP/1.1\r\nHost: x\r\n\r\n", viewer.path());

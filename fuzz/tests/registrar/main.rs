@@ -99,7 +99,7 @@ impl Job {
 }
 
 #[test]
-fn strangers_learn_nothing_and_disturb_nobody() {
+fn strangers_learn_nothing_and_disturb_no_task() {
     let _alone = ALONE.lock();
     watch_panics();
     let mut job = Job::start();

@@ -517,7 +517,7 @@ fn a_stream_is_told_once_to_wait_for_what_many_tensors_share() {
 }
 
 #[test]
-fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_nobody_waiting() {
+fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_blocks_no_thread() {
     let gpu = Gpu::new(driver(), 0);
     let staging = gpu.staging(8).unwrap();
     let target = filled(&[0; 8]);
@@ -607,7 +607,7 @@ fn a_result_of_unknown_size_is_fetched_behind_its_event_and_its_memory_given_bac
 }
 
 #[test]
-fn a_result_that_nobody_fetches_goes_back_behind_what_writes_it() {
+fn an_unfetched_result_is_freed_after_the_work_that_writes_it() {
     let (_gpu, room) = room_of(&[1, 2, 3]);
     // Two streams are the GPU's own. The lane is gone, and its stream not yet.
     drop(room);

@@ -457,7 +457,7 @@ fn a_window_that_may_still_be_read_is_never_freed() {
 }
 
 #[test]
-fn an_end_in_good_order_waits_for_nobody() {
+fn an_orderly_end_waits_for_no_member() {
     let mut all = formed(2, true);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {

@@ -177,7 +177,7 @@ fn an_orderly_end_waits_for_launched_work_with_a_deadline() {
 }
 
 #[test]
-fn a_refused_beginning_is_told_in_the_librarys_words() {
+fn a_refused_beginning_is_reported_in_the_librarys_words() {
     fake(|fake| fake.init = 2);
     let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     let error = made(&mut communicator, &mut Vec::new()).unwrap_err();

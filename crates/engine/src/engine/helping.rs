@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn help_in_vain_becomes_rare_and_is_whole_again_once_it_was_worth_it() {
+    fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
         let zeal = Zeal::default();
         let given = || {
             let moment = zeal.moment();

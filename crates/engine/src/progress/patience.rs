@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spinning_in_vain_becomes_short_and_recovers_when_it_pays() {
+    fn useless_spinning_becomes_short_and_recovers_when_it_pays() {
         let most = Duration::from_millis(1);
         let mut patience = Patience::new(most);
         (0..20).for_each(|_| patience.ran_out());

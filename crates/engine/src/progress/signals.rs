@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn loom_en_5_whoever_waits_gets_its_result_or_the_lock() {
+    fn loom_en_5_a_waiter_gets_its_result_or_the_lock() {
         loom::model(|| {
             let model = Arc::new(Model::default());
             let other = Arc::clone(&model);

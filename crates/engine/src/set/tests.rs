@@ -328,7 +328,7 @@ proptest! {
 
     /// EN-2, EN-4: ranks that run out of work join, in the middle of everything, twice.
     #[test]
-    fn ranks_that_join_keep_nobody_waiting(
+    fn ranks_that_join_keep_no_rank_waiting(
         hosts in prop::collection::vec(1u32..4, 1..5),
         capacity in 0usize..5,
         seed: u64,

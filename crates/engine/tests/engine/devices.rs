@@ -283,7 +283,7 @@ fn a_device_that_fails_stops_all_ranks_with_its_name() {
 }
 
 #[test]
-fn a_device_nobody_knows_is_refused() {
+fn an_unknown_device_is_refused() {
     Cluster::new(&[1]).run(|_, engine| {
         let (_input, from) = HostDevice::new(3, 0).upload(&bytes(&[1.0]));
         let error = engine.submit(Request { input: from, ..sum("t", &[1.0]) }).unwrap_err();

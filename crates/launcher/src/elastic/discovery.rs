@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_file_is_read_anew_each_time() {
+    fn a_host_file_is_read_again_each_time() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut discovery = HostFile(file.path().to_owned());
         std::fs::write(file.path(), "a slots=2\n").unwrap();

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_script_that_nobody_waits_for_is_killed() {
+    fn a_script_without_a_waiter_is_killed() {
         let stop = Stop::default();
         stop.stop();
         let began = Instant::now();

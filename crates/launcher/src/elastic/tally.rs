@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_nobody_failed_in_is_still_a_failure() {
+    fn a_job_without_a_failed_worker_is_still_a_failure() {
         let mut late = Tally::default();
         late.aborted(verdict(None), None);
         let report = late.report(false);

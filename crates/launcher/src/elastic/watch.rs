@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn only_changes_are_told_and_a_failure_is_none() {
+    fn only_changes_are_reported_and_a_failure_is_none() {
         // EL-1.
         let one = hosts(&["localhost"]);
         let two = hosts(&["localhost", "127.0.0.1"]);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_failure_is_told() {
+    fn a_first_failure_is_reported() {
         let watch = Watch::start(Box::new(Played(vec![Err("no".to_owned())]))).unwrap();
         assert_eq!(watch.next(LONG).unwrap().unwrap_err(), "no");
     }

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_this_user_are_told_from_those_of_others() {
+    fn connections_of_this_user_are_distinguished_from_those_of_others() {
         let row = |own: SocketAddr, other: SocketAddr, state: &str, user: u32| {
             let (own, other) = (hex(own).unwrap(), hex(other).unwrap());
             format!(

@@ -497,7 +497,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn jobs_over_a_bad_network_come_to_their_end_and_blame_nobody_wrongly() {
+fn jobs_over_a_bad_network_come_to_their_end_and_blame_no_task_wrongly() {
     let first = setting("FARANDOLE_SIMULATION_FIRST", 0);
     let count = setting("FARANDOLE_SIMULATION_SEEDS", 300);
     let mut ends: BTreeMap<&str, u64> = BTreeMap::new();

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newcomer_is_not_displaced_by_strangers_who_hold_a_later_stage() {
+    fn a_newcomer_is_not_displaced_by_strangers_at_a_later_stage() {
         let places = Places::new(8);
         let held: Vec<_> = (0..7)
             .map(|_| {

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_holds_up_no_sign_of_life_and_nothing_is_told_before_the_journal_holds_it() {
+    fn a_slow_disk_delays_no_sign_of_life_and_no_answer_precedes_its_journal_record() {
         let folder = tempfile::tempdir().unwrap();
         let core = core(Journal::open(&folder.path().join("journal"), "train").unwrap());
         let journal = Arc::clone(core.journal.as_ref().unwrap());

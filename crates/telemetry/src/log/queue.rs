@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_close_wakes_who_takes_after_the_last_events() {
+    fn a_close_wakes_the_taker_after_the_last_events() {
         let queue = Queue::new(BUDGET);
         queue.open();
         queue.push(event("last"));

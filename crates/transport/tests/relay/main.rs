@@ -142,7 +142,7 @@ fn harm(random: &mut StdRng, streams: u16) -> Harm {
 }
 
 #[test]
-fn without_harm_everything_arrives_through_somebody_on_the_way() {
+fn without_harm_everything_arrives_through_the_relay() {
     for streams in [1, 3] {
         let pair = Pair::new(streams, None);
         let (mut zero, one) = pair.open(1);

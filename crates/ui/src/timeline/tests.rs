@@ -183,7 +183,7 @@ fn files_that_are_no_timelines_are_named() {
 }
 
 #[test]
-fn pieces_make_files_again_and_what_is_missing_is_told() {
+fn pieces_make_files_again_and_missing_ones_are_reported() {
     let mut pieces = Pieces::new().unwrap();
     let mut send = |rank: u32, whole: bool| {
         let text = file(rank);

@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_hold_what_may_lie_in_them_or_it_says_so() {
+    fn rings_hold_all_pending_messages_or_are_refused() {
         for numbers in WORLDS {
             let hosts = Hosts::new(numbers, 0);
             for capacity in [4096, 16 << 10, 1 << 20] {

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_decide_who_stays_and_where_there_is_room() {
+    fn slots_decide_which_workers_stay_and_where_there_is_room() {
         let mut hosts = Hosts::new((SECOND, SECOND));
         hosts.discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
         let living = [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host));

@@ -90,7 +90,7 @@ proptest! {
     }
 
     #[test]
-    fn of_a_stream_that_was_meddled_with_only_what_lay_before_is_placed(
+    fn of_a_changed_stream_only_the_bytes_before_the_change_are_placed(
         payloads in payloads(),
         parts in parts(),
         room in 1_usize..60_000,
