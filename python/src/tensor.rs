@@ -148,7 +148,7 @@ impl Gathered {
     #[pyo3(signature = (address, stream, /))]
     fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {
         let (Store::Device(room, reached), Some(ordinal)) = (&self.store, self.ordinal()) else {
-            return Err(PyValueError::new_err("what was gathered is in host memory"));
+            return Err(PyValueError::new_err("the gathered tensor is in host memory"));
         };
         let to = buffer(address, DataType::U8, &[self.__len__() as u64], Place::Device(ordinal))?;
         // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
@@ -162,7 +162,7 @@ impl Gathered {
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Store::Host(memory) = &slf.get().store else {
-            return Err(PyBufferError::new_err("what was gathered is on a GPU"));
+            return Err(PyBufferError::new_err("the gathered tensor is on a GPU"));
         };
         // SAFETY: the view comes from Python, and the object keeps its memory.
         unsafe { export(memory, slf.as_any(), view, flags) }

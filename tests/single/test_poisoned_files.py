@@ -108,7 +108,7 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
     linear = torch.nn.Linear(1, 1)
     _, parts = TorchModelWriter(TorchModel(model=linear)).parts({"model": linear})
     poisoned = parts | {"objects": pickle.dumps(Poison(mark))}
-    with pytest.raises(PickleNotAllowedError, match="what is saved at here holds pickled code"):
+    with pytest.raises(PickleNotAllowedError, match="the object saved at here holds pickled code"):
         TorchModelReader(TorchModel).allow_pickle(False).restore(TorchModel(), poisoned, "here")
     monkeypatch.setenv(VARIABLE, "0")
     for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):

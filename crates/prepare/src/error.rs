@@ -180,7 +180,7 @@ pub enum Error {
     },
     /// A file is not what its writer left.
     #[error(
-        "{path} has {found} bytes where its writer left {expected}: does somebody else prepare into this directory?"
+        "{path} has {found} bytes where its writer left {expected}: does another process prepare into this directory?"
     )]
     Altered {
         /// The file.

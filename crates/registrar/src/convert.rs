@@ -58,7 +58,8 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     let mut places = Vec::new();
     let mut name = String::new();
     for host in message.hosts {
-        let shared = name.get(..host.shared as usize).ok_or("a host's name does not go on from another's")?;
+        let shared =
+            name.get(..host.shared as usize).ok_or("a host's name does not continue another host's name")?;
         name = format!("{shared}{}", host.rest);
         let hash = HostHash(match host.digest {
             Some(digest) => format!("{name}-{digest:0DIGITS$x}"),

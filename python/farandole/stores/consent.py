@@ -62,6 +62,6 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """
     if decision(allowed) is False:
         raise PickleNotAllowedError(
-            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it with "
+            f"the object saved at {path} holds pickled code, which is not allowed to run: allow it with "
             f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
         )

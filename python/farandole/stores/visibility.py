@@ -33,7 +33,7 @@ def told_local(url: str, hosts: list[str]) -> str | None:
     some = ", ".join(sorted(set(hosts))[:4])
     return (
         f"the store {url} is a local path and Spark has executors on several hosts ({some}): all of them and the "
-        "driver must see the same directory there, or training cannot read what was prepared"
+        "driver must see the same directory there, or training cannot read the prepared data"
     )
 
 

@@ -92,11 +92,11 @@ impl Exchange {
             }
             Some(What::Answer(id)) => {
                 let waiting = self.ringing.lock().remove(&id);
-                let gone = || Status::unavailable("whoever called is gone");
+                let gone = || Status::unavailable("the caller of this link is gone");
                 waiting.ok_or_else(gone)?.send(own).map_err(|_| gone())?;
             }
             Some(What::Data(_) | What::End(_)) | None => {
-                return Err(Status::invalid_argument("a link begins with whom it is to"));
+                return Err(Status::invalid_argument("the first message of a link must name its target"));
             }
         }
         Ok(ReceiverStream::new(heard))

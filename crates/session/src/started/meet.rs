@@ -153,7 +153,7 @@ pub fn leave() {
     };
     if let Err(error) = client.leave(Instant::now() + FAREWELL) {
         // Rank 0, which holds the registrar, may have ended first.
-        tracing::debug!(%error, "nobody has heard that this rank ends");
+        tracing::debug!(%error, "the end of this rank was not reported");
     }
 }
 

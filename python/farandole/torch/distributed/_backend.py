@@ -399,7 +399,7 @@ class FarandoleBackend(Backend):
         def finish(outcomes: list[Any]) -> None:
             whole, rows = received(outcomes[0], data.dtype)
             if expected is not None and rows != expected:
-                raise ValueError(f"elements received from each rank differ from what was expected: {rows}, {expected}")
+                raise ValueError(f"elements received from each rank differ: expected {expected}, received {rows}")
             if len(targets) == self._size > 1:
                 put_parts(targets, whole, rows)
             elif targets:

@@ -73,8 +73,8 @@ def start_debug_server(
     """
     if not open_to_the_network:
         raise ValueError(
-            "torch's debug server opens ports on all addresses of each host, without a password: who reaches them can "
-            "read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
+            "torch's debug server opens ports on all addresses of each host, without a password: whoever can connect "
+            "can read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
         )
     pages = _pages(handlers)  # on all ranks, so that a missing package ends none of them in a wait for rank 0
     from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`

@@ -236,7 +236,7 @@ class _Encoded:
             return _count(batches, read, Learner(counted, validation, split))
 
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
-        told = "farandole: learning categories and values for what is missing"
+        told = "farandole: learning categories and replacements of missing values"
         whole = Learner(counted, split=split)
         for row in Cluster.active().collect(chosen.mapInArrow(count, "error string, part binary"), told):
             if row.error is not None:

@@ -142,7 +142,7 @@ class Saved:
         before, old = _saves(self._files.texts()), self._files.names()
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(
-                f"Spark Connect cannot delete what is there, and that is of another class ({before[0]['class']}): "
+                f"Spark Connect cannot delete the old object there, which is of another class ({before[0]['class']}): "
                 f"delete it, or choose another path: {self._path}"
             )
         identity = uuid.uuid4().hex
@@ -190,8 +190,8 @@ class Saved:
         version = last.get("save", {}).get("format", FORMAT)
         if version > FORMAT:
             raise ValueError(
-                f"what is saved at {self._path} has format {version}, and this version of Farandole reads up to format "
-                f"{FORMAT}: load it with the version that saved it, or a newer one"
+                f"the object saved at {self._path} has format {version}, and this version of Farandole reads up to "
+                f"format {FORMAT}: load it with the version that saved it, or a newer one"
             )
         return last
 
