@@ -17,7 +17,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(joins, module)?)
 }
 
-/// Takes note that all ranks have joined: unnamed operations of the table are numbered anew.
+/// Takes note that all ranks have joined: the numbers of unnamed operations of the table begin again.
 #[pyfunction]
 fn joined() {
     farandole_ffi::joined();

@@ -174,7 +174,7 @@ def progress_without_the_interpreter():
         thread.start()
     handle = hvd.allreduce_async_(tensor, name="big")
     if hvd.rank() == 1:
-        # This thread never looks at the engine while it computes; the other rank is done nevertheless.
+        # This thread never looks at the engine while it computes; the other rank is done anyway.
         hvd.synchronize(handle)
         stop.set()
         thread.join()

@@ -147,7 +147,7 @@ pub enum Error {
     /// There is no such set to be removed.
     #[error("no such process set, or it is the global one: {0}")]
     NoSuchSet(ProcessSetId),
-    /// A change of the process sets was interrupted here and is still asked for.
+    /// A change of the process sets was interrupted here and is still requested.
     #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
     Unfinished {
         /// The request.

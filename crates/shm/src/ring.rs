@@ -132,7 +132,7 @@ impl Producer {
         self.ring.capacity
     }
 
-    /// Returns all free space. When the ring is not empty the consumer is asked to tell of its next release.
+    /// Returns all free space. If the ring is not empty, the consumer is asked to signal its next release.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.

@@ -77,7 +77,7 @@ impl Device for HostDevice {
     }
 
     fn staging(&self, bytes: usize) -> Result<Memory> {
-        // More than was asked for, as real devices give.
+        // More than requested, as real devices give.
         Ok(Memory::new(bytes + 64))
     }
 

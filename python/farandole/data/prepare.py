@@ -59,7 +59,7 @@ class PreparedData:
     reused: bool = False
     """Whether the data had been prepared before."""
     dropped: int = 0
-    """Rows that the validation column puts on neither side."""
+    """Number of rows that the validation column assigns to neither side."""
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
     encoding: Encoding | None = field(default=None, repr=False)

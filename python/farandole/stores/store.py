@@ -155,7 +155,7 @@ class AbstractFilesystemStore(Store):
         save_runs: whether checkpoints and logs are kept.
         storage_options: credentials and endpoints, by the names of fsspec's file systems (`key`, `secret`,
             `endpoint_url`, `account_key`, ...) or of the providers' environment variables in lower case. They are never
-            shown; they travel with the store. Without them the providers' standard environment counts.
+            shown; they travel with the store. Without them the providers' standard variables are used.
         checkpoint_filename: the checkpoint's name, instead of `checkpoint`.
 
     Raises:

@@ -82,7 +82,7 @@ def _wrong(text: str) -> tf.errors.OpError:
 
 
 def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Runs `function` on arrays when the graph runs; one after the other in graphs that would not see to it."""
+    """Runs `function` on arrays when the graph runs; in sequence in graphs that would not order the calls."""
 
     def run(*tensors: Any) -> list[Any]:
         # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an UnknownError.

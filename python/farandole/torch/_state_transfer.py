@@ -173,7 +173,7 @@ class _Mover:
         self._count = 0
 
     def start(self, piece: Piece) -> int:
-        """Starts to move a piece; the handle of the operation."""
+        """Starts to move a piece; returns the handle of the operation."""
         name = f"{self._name}.{self._count}"
         self._count += 1
         if self._has_parts:

@@ -334,7 +334,7 @@ impl Conduct<'_> {
 
     fn end(&mut self, task: u32, reason: &str) {
         self.ending.insert(task, Instant::now());
-        // Agents on other hosts hear of it from the registrar.
+        // Agents on other hosts get it from the registrar.
         if let Some(agent) = self.crew.agents.get(&task) {
             agent.cancel(reason);
         }

@@ -156,7 +156,7 @@ fn page(
     if header.kind == PageKind::Other {
         return Ok(0);
     }
-    // Nothing a damaged header says may cost more memory than the values it is about.
+    // No damaged header may cost more memory than its values.
     let most = chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8) + SLACK;
     if header.entries > chunk.total || header.uncompressed > most {
         return Err(broken("a page claims more than its chunk can hold"));

@@ -32,8 +32,8 @@ struct Failure {
     passing: bool,
 }
 
-/// Connects to whichever address answers first with the right certificate; asks again until `deadline`, or until
-/// every address has said a plain no several times.
+/// Connects to the first address that answers with the right certificate; tries again until `deadline`, or until
+/// every address has refused several times.
 pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel, String)> {
     let started = Instant::now();
     let mut pause = Duration::from_millis(100);

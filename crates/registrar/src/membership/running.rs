@@ -99,7 +99,7 @@ impl Running {
         self.verdict.is_none() && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
     }
 
-    /// Looks for lost agents, and for a failure old enough to be judged.
+    /// Looks for lost agents, and for a failure whose grace is over.
     pub(super) fn settle(&mut self, now: Duration, options: &Options) -> Vec<Decision> {
         let mut decisions = Vec::new();
         for (task, member) in &mut self.members {

@@ -22,7 +22,7 @@ use crate::{Error, Result, Told};
 const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
 /// Longest attempt to reach the registrar before the caller is asked whether to give up.
 const DIAL: Duration = Duration::from_secs(2);
-/// The longest that the end of this process waits for the registrar.
+/// Longest time for which the end of this process waits for the registrar.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// After this long a line says what is waited for.
 const SILENCE: Duration = Duration::from_secs(10);

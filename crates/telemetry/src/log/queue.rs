@@ -3,7 +3,7 @@
 
 //! Events that wait for another logger.
 //!
-//! The lock is the standard library's: it is a word in memory and nothing else, so that a forked child may try it.
+//! The lock is the standard library's: it is only a word in memory, so that a forked child may try it.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};

@@ -71,7 +71,7 @@ struct View {
 /// Makes [`call::run`] known to XLA's compiler for the CPU, by the name `farandole`.
 ///
 /// # Errors
-/// What this TensorFlow lacks, or lays out in another way.
+/// The reason: a part that this TensorFlow lacks, or lays out in another way.
 pub(super) fn register() -> Result<(), String> {
     let found = |name: &'static CStr| {
         symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))

@@ -24,7 +24,7 @@ pub(crate) struct Sight {
     unanswered: u8,
     /// Time since the last confirmation.
     heard: Duration,
-    /// The other end has all we sent, and knows that nothing follows.
+    /// The other end has all bytes sent, and knows that nothing follows.
     pub(crate) done: bool,
 }
 

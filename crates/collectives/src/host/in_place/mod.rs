@@ -237,7 +237,7 @@ impl Job for InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for memory in &self.exposed {
-            // Without memory for a copy it stays where it was; peers notice the failure after a block or two.
+            // Without memory for a copy it stays in place; peers notice the failure after a block or two.
             let _ = memory.region().map(farandole_shm::Region::detach);
         }
     }

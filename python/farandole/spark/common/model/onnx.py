@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parts of an export to ONNX that all frameworks share: names, rows, the file, and the check of its predictions.
 
-A file is written into a directory of its own. It gets its name only if ONNX Runtime predicts what the model predicts.
+A file is written into a directory of its own. It gets its name only if ONNX Runtime makes the same predictions as the
+model.
 """
 
 # ruff: noqa: PLC0415, SLF001 - the packages are loaded when they are asked for; of one house
