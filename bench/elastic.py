@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How soon training goes on after a rank is lost, and what being ready for that costs.
+"""Time until training continues after a rank is lost, and the cost of fault tolerance in steps without a fault.
 
 Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one gets SIGKILL, or its
 host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
@@ -65,7 +65,7 @@ while not (notes / "enough").exists():
     time.sleep(float(sys.argv[3]))
     optimizer.step()
     note.write(f"{time.monotonic()} {optimizer.steps} {hvd.size()}\\n")
-# Ranks see the file after different steps: whoever ends lets the others end.
+# Ranks see the file after different steps: the first that ends lets the others end.
 os._exit(0)
 """
 
@@ -180,7 +180,7 @@ class Run:
         os.kill(int(name.partition("-")[0]), signal.SIGKILL)
 
     def until_size(self, size: int, after: float, ranks: int) -> float:
-        """When all of so many ranks had finished a step in a world of this size that began later."""
+        """Returns the time at which all ranks had finished a step in a world of this size that began later."""
         firsts: list[float] = []
 
         def fits() -> bool:

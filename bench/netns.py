@@ -79,7 +79,7 @@ class Host:
         self.process.stdin.flush()
 
     def lines(self) -> Iterator[str]:
-        """What the agent and its ranks print."""
+        """Returns the lines that the agent and its ranks print."""
         assert self.process.stdout is not None
         return (line.rstrip("\n") for line in self.process.stdout)
 

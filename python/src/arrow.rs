@@ -62,7 +62,7 @@ impl Shared {
         Self { batch, address, length }
     }
 
-    /// The batch in Rust.
+    /// Returns the batch in Rust.
     fn batch(&self) -> &reader::Batch {
         &self.batch
     }

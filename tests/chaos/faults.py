@@ -48,7 +48,7 @@ class Job:
         return 0, 0
 
     def progress(self, limit: float, what: str, size: int | None = None) -> None:
-        """Waits until steps go on, in a world of this size if one is given."""
+        """Waits until steps continue, in a world of this size if one is given."""
         before = self.steps()[0]
 
         def fits() -> bool:
@@ -118,25 +118,25 @@ class Job:
         return max(counts)
 
     def list(self) -> None:
-        """Has the discovery script list what there is."""
+        """Lets the discovery script list the present hosts."""
         head = self.bed["head"]
         text = "".join(f"{name}:{slots}\n" for name, slots in self.listed.items() if slots)
         head.write("hosts.new", text)
         head.run("mv", "hosts.new", "hosts")
 
     def said(self) -> str:
-        """What the launcher itself has said."""
+        """Returns the output of the launcher itself."""
         return self.running.err.read_text(errors="replace")
 
 
 def is_worker(process: object) -> bool:
-    """Whether a process is a worker: agents and shells have the same words behind others."""
+    """Returns whether a process is a worker: agents and shells have the same words behind others."""
     argv = getattr(process, "argv", ())
     return len(argv) == 2 and "python" in argv[0]
 
 
 def inner(pid: int) -> int:
-    """What a process of a host is called there; 0 when it is gone."""
+    """Returns the process id that a host's process has inside its namespace; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -268,7 +268,7 @@ def unreachable(job: Job, host: Host) -> None:
 
 
 def reaches(host: Host, other: Host) -> bool:
-    """Whether the sshd of another host accepts a connection of a host within a second."""
+    """Returns whether the sshd of another host accepts a connection of a host within a second."""
     return host.run("timeout", "1", "bash", "-c", f"</dev/tcp/{other.address}/{other.port}").returncode == 0
 
 

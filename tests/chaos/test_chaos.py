@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An elastic job of eight workers on four hosts goes on whatever happens to it, and ends where an undisturbed one does.
+"""An elastic job of eight workers on four hosts survives all faults, and ends with the result of an undisturbed job.
 
 `make chaos` draws faults for `FARANDOLE_CHAOS_SECONDS`, from `FARANDOLE_CHAOS_SEED`; what happened goes to the file
 that `FARANDOLE_CHAOS_REPORT` names.
@@ -33,7 +33,7 @@ NAMES: tuple[str, ...] = ("h1", "h2", "h3", "h4")
 WHOLE = 1200.0
 """Seconds of a run in which every kind of fault must have happened, and 200 faults."""
 RECOVERS = 90.0
-"""Seconds within which steps go on after any fault."""
+"""Seconds within which steps continue after any fault."""
 SIZES = ("-np", 4, "--min-np", 2, "--max-np", 8)
 FLAGS = (*SIZES, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3, "--journal", "journal")
 

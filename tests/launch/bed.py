@@ -49,7 +49,8 @@ LISTENS = "0A"
 """The kernel's number for the state of a socket that listens."""
 SEARCH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
-# A child that nobody waits for must not stay in the list of processes: the first process ignores that its children end.
+# A child without a waiting parent must not stay in the list of processes: the first process ignores the ends of its
+# children.
 HOLD = "trap '' CHLD; echo ready; exec cat"
 
 SSHD_CONFIG = f"""
@@ -70,7 +71,7 @@ exec "$SHELL" -c "$SSH_ORIGINAL_COMMAND"
 
 
 def missing() -> str | None:
-    """Why this machine can have no such hosts, and what to do about it; `None` where it can."""
+    """Returns the reason why this machine cannot have such hosts, with a remedy; `None` if it can."""
     if sys.platform != "linux":
         return "needs Linux"
     if os.geteuid() != 0:
@@ -102,7 +103,7 @@ def until(fits: Callable[[], bool], what: Callable[[], object] | str, limit: flo
 
 
 def checked(words: list[str], text: str = "") -> str:
-    """What a program prints that must succeed."""
+    """Returns the output of a program, which must succeed."""
     done = subprocess.run(
         words, input=text, capture_output=True, text=True, timeout=LIMIT, check=False, env={"PATH": SEARCH}
     )
@@ -165,7 +166,7 @@ class Process:
     environ: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Who it is, for messages."""
+        """Describes the process, for messages."""
         return f"{self.host}: {self.pid} {' '.join(self.argv)}"
 
 
@@ -359,7 +360,7 @@ class Host:
         return f"{Path(sys.executable).parent}:/run/bin"
 
     def environment(self, **env: str) -> dict[str, str]:
-        """What a user of this host has in the environment."""
+        """Returns the environment that a user of this host has."""
         usual = {"PATH": SEARCH, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash"}
         usual |= {"LANG": "C.UTF-8", "TMPDIR": "/run/tmp", "OMP_NUM_THREADS": "1"}
         if os.environ.get("PYTHONPATH"):
@@ -411,7 +412,7 @@ class Host:
         return found
 
     def listening(self) -> list[tuple[str, int]]:
-        """Addresses and ports where somebody listens for TCP connections on this host."""
+        """Addresses and ports of TCP listeners on this host."""
         return [local for local, _, state, _ in self._tcp() if state == LISTENS]
 
     def connections(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
@@ -433,7 +434,7 @@ class Host:
         return self.hold.holder.poll() is None
 
     def cut(self) -> None:
-        """Lets the switch drop everything from and to this host, as a broken cable far away would: no side is told."""
+        """Lets the switch drop everything from and to this host, as a broken distant cable would: no side notices."""
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
     def part(self) -> None:
@@ -512,7 +513,7 @@ class Bed:
         return checked([*self.switch.inside("--net"), *words])
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Writes the same file on every host that is on, as somebody copies a program there."""
+        """Writes the same file on every host that is on, as a user copies a program there."""
         for host in self.hosts.values():
             if host.is_on:
                 host.write(path, text, mode)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of launches on several hosts share: hosts, and what workers of a test are."""
+"""Fixtures for launches on several hosts, and a description of a test's workers."""
 
 from __future__ import annotations
 

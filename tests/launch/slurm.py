@@ -67,7 +67,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; `None` where there can."""
+    """Returns the reason why Slurm cannot run here; `None` if it can."""
     if os.geteuid() != 0:
         return "a Slurm of a test needs root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]

@@ -71,7 +71,7 @@ def test_connections_of_a_hosts_processes_are_listed_as_long_as_they_have_them(h
     assert [bed[name].connections() for name in ("head", "h1")] == [[], []]
 
 
-def test_a_cut_host_is_silent_until_it_is_restored_and_others_go_on(hosts):
+def test_a_cut_host_is_silent_until_it_is_restored_and_others_continue(hosts):
     bed = hosts("h1", "h2")
     assert connects(bed, "h1")
     bed["h1"].cut()
@@ -144,7 +144,7 @@ def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
     assert missing() == "needs the Debian packages openssh-server: .ci/packages installs them"
 
 
-def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(tmp_path):
+def test_absent_packages_fail_only_in_ci(tmp_path):
     user = tmp_path / "id"  # not root, and no other program
     user.write_text("#!/bin/sh\necho 1000\n")
     user.chmod(0o755)

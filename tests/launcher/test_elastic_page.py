@@ -28,7 +28,7 @@ WHO = "\nimport os\nprint('pid', os.getpid(), flush=True)\n"
 def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     script = blocks(PAGE, "python")[0]
     command = blocks(PAGE, "sh")[0]
-    # It says who it is, and takes its time, so that something can happen in the middle.
+    # It prints its rank and runs slowly, so that a fault can happen in the middle.
     script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
     script = script.replace(
         "        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n"

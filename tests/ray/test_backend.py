@@ -29,7 +29,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def place():
-    """Where a rank is."""
+    """Returns the rank's place."""
     import farandole.numpy as hvd
 
     hvd.init()

@@ -36,7 +36,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/jax.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/logging.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/user-guide/moving-from-horovod.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
-    ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
+    ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/preparing-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 2, 3, 4}},
     ("docs/user-guide/ray.md", "python"): {"tests/ray/test_page.py": {0, 1, 2, 3}},
     ("docs/user-guide/reading-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 3, 4, 5, 6, 7}},

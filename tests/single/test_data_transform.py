@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What happens to batches on their way: functions of the user, threads, values in place of nulls."""
+"""Batches on their way to the loop: functions of the user, threads, values in place of nulls."""
 
 import contextlib
 import importlib.util

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver makes of events, on a registrar and agents that play a script."""
+"""Reactions of the driver to events, with a registrar and agents that play a script."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_exe
     assert play(script, start_timeout=60.0) == []
 
 
-def test_a_gang_that_nobody_completes_again_is_given_up_with_the_reason_for_its_end(monkeypatch):
+def test_an_incomplete_gang_is_given_up_with_the_reason_for_its_end(monkeypatch):
     script = Script(STARTED, [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost: silence")])
     Clock(monkeypatch).passes(script, 1, 7200, 59, 2)
     with pytest.raises(TimeoutError, match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence"):

@@ -196,7 +196,7 @@ def test_loaders_that_choose_rows_refuse_nested_columns(tmp_path):
 
 
 class Bag(torch.nn.Module):
-    """As `Mean`, of nested tensors."""
+    """Like `Mean`, of nested tensors."""
 
     def __init__(self):
         super().__init__()

@@ -97,7 +97,7 @@ def test_the_run_of_a_lost_host_is_free_when_its_driver_has_said_nothing_for_ten
             assert not file.exists()
 
 
-def test_a_driver_that_was_stopped_until_another_took_its_run_is_told(tmp_path, caplog):
+def test_a_driver_that_was_stopped_until_another_took_its_run_gets_an_error(tmp_path, caplog):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     with alone(url, "r"):
         file = tmp_path / "runs/r/_lease-1.json"

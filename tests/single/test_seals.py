@@ -35,7 +35,7 @@ def secret(request, monkeypatch):
     return request.param
 
 
-def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path, secret, caplog):
+def test_the_last_two_are_known_and_foreign_files_are_not(tmp_path, secret, caplog):
     run, folder = run_of(tmp_path), tmp_path / "runs" / "r"
     for epoch in range(1, 6):
         run.write_checkpoint("checkpoint", archive(str(epoch)))
@@ -49,7 +49,7 @@ def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path
         run.resume()
 
 
-def test_a_best_checkpoint_that_somebody_else_put_there_is_not_used(tmp_path, secret):
+def test_a_foreign_best_checkpoint_is_not_used(tmp_path, secret):
     run = run_of(tmp_path)
     run.write_checkpoint("checkpoint.best", archive("best"))
     assert text_of(run.read_checkpoint("checkpoint.best")) == "best"
@@ -57,7 +57,7 @@ def test_a_best_checkpoint_that_somebody_else_put_there_is_not_used(tmp_path, se
     assert run.read_checkpoint("checkpoint.best") is None
 
 
-def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monkeypatch):
+def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(seals.SECRET, raising=False)
     run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
     assert text_of(run_of(tmp_path).resume()) == "without"
@@ -79,7 +79,7 @@ def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monk
     assert "seal_key" not in repr(run_of(tmp_path, "x"))
 
 
-def test_a_run_of_before_there_were_markers_goes_on(tmp_path, monkeypatch):
+def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
     monkeypatch.delenv(seals.SECRET, raising=False)
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
     assert {(0, 0), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)} <= seen
 
 
-def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
+def test_a_fit_continues_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     monkeypatch.setenv(seals.SECRET, "mine")

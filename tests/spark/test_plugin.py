@@ -316,7 +316,7 @@ print(json.dumps([reason, [body for run, key, body in found if key.startswith(("
 
 
 @pytest.mark.slow
-def test_a_decommissioned_executor_is_told_within_two_seconds(tmp_path):
+def test_a_decommissioned_executor_is_reported_within_two_seconds(tmp_path):
     body = """
 spark = plugged("local-cluster[2,1,1024]", decommission_enabled="true")
 def wait(folder):

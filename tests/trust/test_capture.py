@@ -20,7 +20,7 @@ from farandole.spark.common import LocalBackend
 pytestmark = pytest.mark.timeout(200)
 ALL_PROTOCOLS = 0x0003
 RCVBUFFORCE = 33
-"""Of Linux; Python has no name for it."""
+"""Constant of Linux; Python has no name for it."""
 SOL_PACKET = 263
 PACKET_STATISTICS = 6
 """Packets that the kernel has put into the buffer, and those that it dropped because that was full."""
@@ -32,7 +32,7 @@ PATTERN = bytes.fromhex("40490fdb2df854413f8020c44048f5c3")
 """Four floats that no chance brings."""
 TENSOR = len(PATTERN) * 4096
 
-# Two ranks of two hosts, by what the hosts are told of themselves, so that links between them are TCP.
+# Two ranks with the names of two hosts, so that links between them are TCP.
 RANKS = f"""
 import sys
 import numpy as np
@@ -60,7 +60,7 @@ hvd.shutdown()
 
 @contextmanager
 def captured():
-    """Everything that crosses the loopback meanwhile."""
+    """Yields the packets that cross the loopback meanwhile."""
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS)) as tap:
         tap.setsockopt(socket.SOL_SOCKET, RCVBUFFORCE, ROOM)
         tap.bind(("lo", 0))
@@ -96,7 +96,7 @@ def bytes_on_the_way(packets):
 
 
 def holds(packets, what):
-    """Whether one of the packets has these bytes."""
+    """Returns whether one of the packets has these bytes."""
     return any(what in packet for packet in packets)
 
 

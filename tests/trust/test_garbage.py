@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Garbage for what Python reads of others: an error that says so, and what goes on goes on."""
+"""Garbage for everything that Python reads from others: an error that says so, and no effect on other work."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def client(server, module):
 
 
 def request(server, module, text):
-    """What the server answers to a request by somebody who has the key."""
+    """Returns the server's answer to a request that has the key."""
     line = socket.create_connection(address(server), 10.0)
     with line:
         until = time.monotonic() + 10.0
@@ -195,7 +195,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
                 with contextlib.suppress(OSError):
                     line.sendall(said[: draw.randrange(len(said))])
                     line.shutdown(socket.SHUT_WR)
-                    # The random part comes first; nothing else does for somebody without the key.
+                    # The random part comes first; a client without the key gets only this part.
                     assert len(line.makefile("rb").read()) <= 32
         else:
             told = altered(draw, draw.choice(requests))
@@ -210,7 +210,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
 
 
 def is_over(line, byte):
-    """Whether the other side has ended a connection on which one more byte is said."""
+    """Returns whether the other side has ended a connection on which one more byte is said."""
     try:
         line.sendall(bytes([byte]))
         return not line.recv(1)
@@ -234,7 +234,7 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
     assert 0.5 < time.monotonic() - began < 3.0
 
 
-def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monkeypatch):
+def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monkeypatch):
     server, module = meeting
     server._places = 50
     monkeypatch.setattr(module, "REACH", 60.0)
@@ -284,7 +284,7 @@ def reap(pid):
 
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
-    """Where a fork server listens that has imported little, and its process."""
+    """Yields the socket of a fork server that has imported little, and its process id."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     place = tmp_path / "w"
     told = warm.Warm(("json",), 30.0)
@@ -313,7 +313,7 @@ def ask(place, draw, message, head=None, count=2):
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         line.connect(str(place))
-        # Somebody who hangs up with words unheard resets the connection.
+        # A client that closes with unread bytes resets the connection.
         if draw.random() < 0.8 and line.recv(1) != b"r":
             return b""
         socket.send_fds(line, [struct.pack("=I", len(message) if head is None else head)], [null] * count)

@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def opened(method):
-    """What a rank listens on with the engine up, and with a process group of torch's besides."""
+    """Returns the listeners of a rank with the engine up, and with a process group of torch, too."""
     import torch.distributed as dist
 
     import farandole.torch as hvd
@@ -55,7 +55,7 @@ def opened(method):
 
 
 def debugged():
-    """What a rank listens on before, with and after torch's debug server."""
+    """Returns the listeners of a rank before, with and after the debug server of torch."""
     import socket
 
     import farandole.numpy as hvd

@@ -50,7 +50,7 @@ def plain(mark):
 
 
 def of_torch(mark):
-    """As `torch.save` has it."""
+    """Like `torch.save` has it."""
     file = io.BytesIO()
     torch.save({"model": Poison(mark), "state_dict": Poison(mark), "history": Poison(mark)}, file)
     return file.getvalue()
@@ -100,7 +100,7 @@ def files_of(folder):
 
 
 def each_poisoned(folder, mark, read, poison):
-    """Has each file be poisoned in turn, in a copy, and read; says which files there were."""
+    """Poisons each file in turn, in a copy, and reads it; returns the files."""
     names = files_of(folder)
     for index, name in enumerate(names):
         copy = folder.with_name(f"copy-{index}")
@@ -111,7 +111,7 @@ def each_poisoned(folder, mark, read, poison):
             read(copy)
         assert not mark.exists(), name
         if name.startswith("runs/") and seals.MARKER not in name:
-            # Who can write there can take the marker away, too.
+            # A writer of that place can remove the marker, too.
             (copy / "runs" / "r" / seals.MARKER).unlink()
             with contextlib.suppress(Exception):
                 read(copy)

@@ -59,7 +59,7 @@ pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
 /// Reads the rows of a part of a root column of texts or bytes.
 ///
 /// # Errors
-/// As [`read`], and texts that take too much.
+/// Like [`read`], and texts that take too much.
 pub(crate) fn read_texts(source: Source<'_>) -> Result<LargeBinaryArray> {
     let origin = source.origin;
     let batch = read_flat(source, true)?;

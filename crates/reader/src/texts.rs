@@ -30,7 +30,7 @@ impl Texts {
         self.arrays.push(array.clone());
     }
 
-    /// Copies what is known so far, and lets go of the arrays that it came from.
+    /// Copies the known rows, and releases the arrays that they came from.
     pub(crate) fn settle(&mut self) {
         let known = gather(&self.arrays, self.places.iter().flatten());
         for (row, place) in self.places.iter_mut().flatten().enumerate() {
@@ -39,7 +39,7 @@ impl Texts {
         self.arrays = vec![known];
     }
 
-    /// The column; rows that nobody has noted repeat the one before.
+    /// The column; rows without an entry repeat the one before.
     pub(crate) fn finish(mut self) -> LargeBinaryArray {
         let mut last = None;
         for place in &mut self.places {

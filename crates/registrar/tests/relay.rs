@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links between tasks that nobody can dial, over real sockets: through the registrar and back.
+//! Links between tasks that cannot be dialled, over real sockets: through the registrar and back.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -31,10 +31,10 @@ use crate::store::{Item, Store};
 const LEASE: &str = "_lease-";
 const USE: &str = "_use-";
 
-/// How long a process counts that cannot be seen.
+/// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// How long a file counts that says nothing: it may just be about to be written.
+/// Time for which a file without content counts: it may just be about to be written.
 const WRITING: Duration = Duration::from_secs(60);
 
 /// Tells the uses of one process apart.
@@ -51,7 +51,7 @@ struct Holder {
     /// The process namespace, in which the number counts.
     #[serde(default)]
     namespace: Option<String>,
-    /// When it was started, in the kernel's ticks: numbers of processes are given out again.
+    /// Start time, in the kernel's ticks: process ids are used again.
     #[serde(default)]
     started: Option<u64>,
     /// Seconds since the epoch.
@@ -91,8 +91,8 @@ impl Holder {
     }
 
     fn lives(&self, now: SystemTime) -> bool {
-        // Another boot id is another host, or this one before it was started again, in which nobody lives; which of the
-        // two cannot be told, as hosts may have equal names.
+        // Another boot id is another host, or an earlier boot of this one, whose processes are gone. The two cannot
+        // be distinguished, because hosts may have equal names.
         let elsewhere = match (&self.boot, boot()) {
             (Some(theirs), Some(ours)) => *theirs != ours,
             _ => self.host != host(),
@@ -125,7 +125,7 @@ fn namespace() -> Option<String> {
     Some(std::fs::read_link("/proc/self/ns/pid").ok()?.display().to_string())
 }
 
-/// When a process was started; `None` when there is none, or only the remains of one.
+/// Returns the start time of a process; `None` if there is none, or only the remains of one.
 fn started(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The program's name, in brackets, may hold anything.
@@ -134,7 +134,7 @@ fn started(pid: u32) -> Option<u64> {
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-/// Whether the process that left `item` counts for a process of `job`.
+/// Returns whether the process that left `item` counts for a process of `job`.
 fn counts(store: &Store, item: &Item, now: SystemTime, job: Option<&str>) -> Result<bool> {
     let text = match store.read(&item.name) {
         Ok(text) => text,
@@ -176,7 +176,7 @@ fn here(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<B
     text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
 }
 
-/// Takes the directory for this process alone: the name of its lease, or `None` when somebody uses the directory.
+/// Takes the directory for this process alone: the name of its lease, or `None` if the directory is in use.
 ///
 /// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week. A process of
 /// a `job` takes the lease of another process of the same job, even of a living one.
@@ -218,10 +218,10 @@ fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Strin
     Ok(name)
 }
 
-/// Uses the directory beside others: the name of the mark, or `None` when somebody has taken it.
+/// Uses the directory beside others: the name of the mark, or `None` if it is taken.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
     let name = mark(store, now, lasts)?;
     if marks(store, &[LEASE], now, None)?.iter().any(|(_, lives)| *lives) {
@@ -234,7 +234,7 @@ pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<
 /// Makes the own lease a use beside others.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     let name = mark(store, now, None)?;
     store.delete(lease)?;
@@ -259,7 +259,7 @@ pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
     Ok(true)
 }
 
-/// Whether nobody uses the directory.
+/// Returns whether the directory is unused.
 ///
 /// # Errors
 /// A backend that cannot be asked.

@@ -60,7 +60,7 @@ pub(crate) struct Listeners {
 /// A connection of a link.
 struct Path {
     connection: Weak<Connection>,
-    /// Of the connections of its link.
+    /// Among the connections of its link.
     number: usize,
     silence: Silence,
 }
@@ -349,8 +349,8 @@ impl Service {
     }
 }
 
-/// Who makes way, of connections by age, each with whether it is vouched for and where it comes from: one that is not, and
-/// of these the oldest from where most come. `None` where there are none.
+/// Chooses the connection that makes way, among connections by age, each with its proof and its source: an unproven one,
+/// and of these the oldest one of the source with most. `None` if there are no connections.
 fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));

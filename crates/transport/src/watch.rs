@@ -21,14 +21,14 @@ use crate::beat::{Beats, Heard, Word};
 use crate::peer::Peer;
 use crate::shared::Secured;
 
-/// How long whoever hears that a peer ended its links may wait for the reason: of the time within which everybody is to
-/// know of a loss, this much is left to the news of it.
+/// Returns the longest wait for the reason after a peer ended its links: the part of the peer timeout that is left for
+/// news of a loss.
 #[must_use]
 pub fn hearsay(peer_timeout: Duration) -> Duration {
     (peer_timeout / 5).min(Duration::from_millis(500))
 }
 
-/// What a look at a peer found.
+/// The result of a look at a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Alive,
@@ -55,12 +55,12 @@ enum Life {
     Remote {
         beats: Box<Beats>,
         left: bool,
-        /// Why the peer counts this rank as lost.
+        /// The reason why the peer counts this rank as lost.
         given_up: Option<String>,
     },
 }
 
-/// What becomes readable when a process of this host ends.
+/// A descriptor that becomes readable when a process of this host ends.
 #[derive(Debug)]
 pub(crate) enum End {
     Pidfd(OwnedFd),
@@ -92,7 +92,7 @@ impl Watch {
         Self { peer, life: Life::Remote { beats, left: false, given_up: None }, silent: Duration::ZERO }
     }
 
-    /// What becomes readable when there is news; none when only the heartbeat tells.
+    /// Returns the descriptor that becomes readable when there is news; `None` if only the heartbeat shows it.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match &self.life {
             Life::Local { end, .. } => end.as_ref().map(|end| match end {
@@ -215,7 +215,7 @@ fn stat(pid: u32) -> Option<Stat> {
     Some(Stat { state: (*fields.first()?).to_owned(), exit_code: fields.get(49)?.parse().ok()? })
 }
 
-/// How it died, as far as it can be known.
+/// Describes how a process died, as far as it is known.
 fn death(pid: Option<u32>) -> String {
     let process = named(pid);
     match pid.and_then(stat).filter(|stat| stat.state == "Z") {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Garbage for a registrar, on real sockets: from strangers, who have no token, and from a task of the job, which has
-//! one. The job goes on, strangers learn nothing, and nothing panics.
+//! Garbage for a registrar, on real sockets: from strangers without a token, and from a task of the job, which has
+//! one. The job continues, strangers learn nothing, and nothing panics.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod rogue;
@@ -21,7 +21,7 @@ use rogue::{METHODS, Rogue};
 use tonic::Code;
 
 const DOOR: u64 = 3;
-/// Honest tasks; the one after them is nobody's, or the rogue's.
+/// Honest tasks; the one after them is free, or the rogue's.
 const HONEST: u32 = 2;
 
 /// Whether any thread has panicked: those of the registrar are the runtime's, which survives.
@@ -68,7 +68,7 @@ fn connect(registrar: &Registrar, task: u32) -> Client {
     Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap()
 }
 
-/// A job at work, which nobody may disturb.
+/// A job at work, which must not be disturbed.
 struct Job {
     registrar: Registrar,
     agents: Vec<Client>,
@@ -94,7 +94,7 @@ impl Job {
         Self { registrar, agents, relays, listener, rounds: 0 }
     }
 
-    /// What a job does: keys, and now and then a link.
+    /// Does the work of a job: keys, and now and then a link.
     fn works(&mut self) {
         self.rounds += 1;
         let key = format!("round/{}", self.rounds % 100);
@@ -116,7 +116,7 @@ impl Job {
 }
 
 #[test]
-fn strangers_learn_nothing_and_disturb_nobody() {
+fn strangers_learn_nothing_and_disturb_no_task() {
     let _alone = ALONE.lock();
     watch_panics();
     let mut job = Job::start();

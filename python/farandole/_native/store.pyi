@@ -42,11 +42,11 @@ class Store:
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
     def is_free(self) -> bool:
-        """Whether no living process uses or reserves the directory."""
+        """Returns whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
         """Deletes the remains of killed uploads directly in this directory; no other process may write here."""
     def exists(self, path: str = "") -> bool:
-        """Whether there is a file of this name, or anything below it."""
+        """Returns whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
     def stat(self, path: str) -> _Item:
         """Returns the file or directory at a path; raises an error if there is none."""

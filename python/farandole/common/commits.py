@@ -79,7 +79,7 @@ class StoredCommits:
         self._tenure.end()
 
     def is_due(self, commits: int) -> bool:
-        """Whether a commit must be written now.
+        """Returns whether a commit must be written now.
 
         Args:
             commits: Its number.
@@ -88,7 +88,7 @@ class StoredCommits:
         return not busy and commits - self._begun >= self._every
 
     def has(self, commits: int) -> bool:
-        """Whether a commit was written, once `wait` has returned.
+        """Returns whether a commit was written, once `wait` has returned.
 
         Args:
             commits: Its number.
@@ -96,7 +96,7 @@ class StoredCommits:
         return self._begun == commits and self._failure is None
 
     def begin(self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]) -> None:
-        """Has a commit written in another thread.
+        """Writes a commit in another thread.
 
         Args:
             commits: Its number.
@@ -127,7 +127,7 @@ class StoredCommits:
         return self._failure
 
     def resume(self) -> bytes | None:
-        """The commit to continue from; `None` where there is none.
+        """Returns the commit to continue from; `None` where there is none.
 
         Raises:
             ValueError: There are some, and none of them can be used.
@@ -148,7 +148,7 @@ class StoredCommits:
 
 
 def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
-    """A zip archive of arrays and plain values.
+    """Returns a zip archive of arrays and plain values.
 
     Args:
         arrays: NumPy's, or what it makes arrays of.
@@ -163,7 +163,7 @@ def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """The inverse of `pack`; runs no code.
+    """Inverts `pack`; runs no code.
 
     Args:
         data: What `pack` returned. Arrays of types that NumPy does not know come back as their bytes.
@@ -176,7 +176,7 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value is unchanged by writing it as JSON and reading it."""
+    """Returns whether a value is unchanged by writing it as JSON and reading it."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

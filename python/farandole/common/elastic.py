@@ -141,7 +141,7 @@ class State:
         """Adapts to a new world; nothing to do by default."""
 
     def _to_store(self) -> None:
-        """Has the last commit written where it is due."""
+        """Writes the last commit if it is due."""
         if self._stored is None:
             return
         self._writes = self._rank() == 0
@@ -386,7 +386,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         while True:
             try:
                 state._from_store()  # noqa: SLF001 - its own module's
-                # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
+                # Always, also if hosts only left: if new workers joined as well, they would wait for workers that skip
+                # this.
                 state.sync()
                 state._synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)

@@ -124,7 +124,7 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; an elastic job returns the results of its last world.
+        """Like `Backend.run`; an elastic job returns the results of its last world.
 
         Raises:
             FarandoleJobError: As `Backend.run`.
@@ -162,14 +162,14 @@ class RayBackend(Backend):
         return outcome.results(endings, size)
 
     def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
-        """The placement group of a job of fixed size: the current one, or one of its own."""
+        """Returns the placement group of a job of fixed size: the current one, or one of its own."""
         group = current_placement_group()
         if group is not None:
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        """Returns the arguments that make a backend of the same kind and numbers: no environment, no stream."""
         return {
             "num_workers": self._num_workers,
             "use_gpu": self._use_gpu,
@@ -184,11 +184,11 @@ class RayBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Number of ranks, or of those that the job begins with."""
+        """Returns the number of ranks, or of those that the job begins with."""
         return self._num_workers
 
     def check(self) -> None:
-        """As `Backend.check`.
+        """Like `Backend.check`.
 
         Raises:
             RuntimeError: This process is a client of Ray Client.
@@ -211,13 +211,13 @@ class SpareActors:
 
     @classmethod
     def of_process(cls) -> SpareActors:
-        """Those of this process: with `reuse_actors=True`, Ray Tune runs one trial after the other in it."""
+        """Returns the spare actors of this process, in which Ray Tune runs several trials with `reuse_actors=True`."""
         if cls._of_process is None:
             cls._of_process = cls()
         return cls._of_process
 
     def take(self, purpose: Any) -> list[Any]:
-        """The actors that wait, if they are for the same purpose; others are killed.
+        """Returns the actors that wait, if they are for the same purpose; others are killed.
 
         Args:
             purpose: Placement group, number and resources.
@@ -273,11 +273,11 @@ class RayAgents(Agents):
         return self._group.id, self._size, self._needs
 
     def done(self) -> bool:
-        """Whether all agents have returned, or died."""
+        """Returns whether all agents have returned, or died."""
         return not self._served or len(self._ready()) == self._size
 
     def gave_up(self) -> bool:
-        """Whether an agent has ended; called while the gang forms."""
+        """Returns whether an agent has ended; called while the gang forms."""
         return bool(self._ready())
 
     def cancel(self) -> None:

@@ -34,7 +34,7 @@ RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
 
 
 class Carried(Protocol):
-    """Something that travelled ahead of the task that needs it."""
+    """A function and its arguments that reached the host before the task that needs them."""
 
     def read(self) -> bytes:
         """The function and arguments that were sent; called in the task."""
@@ -54,9 +54,9 @@ class Work:
         start_timeout: Seconds to wait for the other tasks.
         warm: How workers start warm, if they do.
         rejoin_after: Seconds after which an agent whose gang was broken up, because another was lost or started again,
-            registers once more; `None` where nobody starts a lost one again. At once in a gang of independent tasks, of
-            which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
-            old one: who is still there after that belongs to the new one.
+            registers once more; `None` if lost agents are not started again. At once in a gang of independent tasks, of
+            which Spark starts that one alone. Spark starts a barrier stage again as a whole, and ends the rest of the
+            old one: an agent that still runs after that belongs to the new one.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
         keys: Whether the driver has the keys of runs in a store, so that workers ask it for them.
     """
@@ -135,7 +135,7 @@ def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environ
 
 
 def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
-    """The changes that make a worker's environment out of this process's.
+    """Returns the changes that make a worker's environment out of this process's.
 
     The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH` was asked for.
     Output is unbuffered unless asked otherwise, so that a line is seen when it is printed and is not lost with a killed

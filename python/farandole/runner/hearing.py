@@ -92,7 +92,7 @@ class Hearing(ABC):
 
 
 def how_ended(event: Event) -> str:
-    """How a worker has ended by itself, in a word for its watchers.
+    """Describes in one word how a worker ended by itself.
 
     Args:
         event: Of its exit.
@@ -113,7 +113,7 @@ def record(
         who: Its task, and its rank where it has one.
         kind: What the record is.
         data: What it holds.
-        watcher: Is told of the worker, and of its progress.
+        watcher: Receives the worker's events and progress.
         on_progress: Called with (rank, record) for progress.
     """
     task, rank = who

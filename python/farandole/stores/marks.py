@@ -88,7 +88,7 @@ class Mark:
             self._let_go()
 
     def is_due(self) -> bool:
-        """Whether the mark must be renewed now."""
+        """Returns whether the mark must be renewed now."""
         return time.monotonic() >= self._due
 
     def release(self, patience: float | None = None) -> None:
@@ -106,7 +106,7 @@ class Mark:
                 self._touching.release()
 
     def _is_held(self) -> bool:
-        """Whether this process itself holds the mark, and not a parent of it."""
+        """Returns whether this process itself holds the mark, and not a parent of it."""
         with _LOCK:
             return self in _HELD and self._pid == os.getpid()
 

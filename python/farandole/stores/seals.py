@@ -40,7 +40,7 @@ def is_given() -> bool:
 
 
 def run_key(run_id: str) -> bytes | None:
-    """The key that seals the checkpoints of one run; `None` without a secret.
+    """Returns the key that seals the checkpoints of one run; `None` without a secret.
 
     Args:
         run_id: name of the run.
@@ -72,7 +72,7 @@ def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
 
 
 def fault(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
-    """Why a checkpoint is not one of this run; `None` when it is.
+    """Returns the reason why a checkpoint does not belong to this run; `None` if it does.
 
     Args:
         run: the run's directory.
@@ -106,7 +106,7 @@ def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
 
 
 def _known(run: native.Store) -> dict[str, list[dict[str, Any]]]:
-    """The entries of the marker; none where there is no marker that can be read. A newer format is an error."""
+    """Returns the entries of the marker; none where there is no marker that can be read. A newer format is an error."""
     if not run.exists(MARKER):
         return {}
     try:

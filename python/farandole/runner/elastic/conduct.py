@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver's side of an elastic job on any launcher.
 
-The registrar decides who is in the world, and when the job is done. This module starts workers and receives their
-records.
+The registrar decides which workers are in the world, and when the job is done. This module starts workers and receives
+their records.
 """
 
 from __future__ import annotations

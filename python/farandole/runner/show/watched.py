@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farandole.runner.show.told import Told
 
 HERE: Final = "farandole-runs"
-"""The store where nobody names one: a directory of the current one."""
+"""The store if none is named: a directory in the current one."""
 
 
 class _Journal(Journal):
@@ -43,7 +43,7 @@ class _Journal(Journal):
 
 
 def _entry(values: dict[str, Any]) -> dict[str, Any]:
-    """An epoch as a history has it."""
+    """Returns an epoch as a history has it."""
     parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for name, value in values.items():
         if name not in ("epoch", "seconds"):
@@ -75,7 +75,7 @@ def watched(
         function: What runs, or its name.
         size: Number of processes; `None` until the ranks have places.
         what: The function that runs it.
-        shim: The Spark plugin, which is told of it, too.
+        shim: The Spark plugin, which receives the same events.
         writes_output: Whether the lines of ranks that reach the driver are written here; otherwise the caller does it.
 
     Yields:
@@ -159,7 +159,7 @@ class Watch:
 
         Args:
             reason: Why it failed; `None` if it did not.
-            interrupted: Whether somebody ended it.
+            interrupted: Whether the user ended it.
         """
         error = KeyboardInterrupt() if interrupted else FarandoleJobError(reason) if reason is not None else None
         with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):

@@ -73,8 +73,8 @@ def start_debug_server(
     """
     if not open_to_the_network:
         raise ValueError(
-            "torch's debug server opens ports on all addresses of each host, without a password: who reaches them can "
-            "read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
+            "torch's debug server opens ports on all addresses of each host, without a password: whoever can connect "
+            "can read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
         )
     pages = _pages(handlers)  # on all ranks, so that a missing package ends none of them in a wait for rank 0
     from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`
@@ -102,7 +102,7 @@ def stop_debug_server() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """The facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
+    """Returns the facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
     world = engine.world()
     return {
         "rank": world.rank,
@@ -128,7 +128,7 @@ def _answer(_: Any, response: Any) -> None:
 
 
 def _pages(handlers: Sequence[Any] | None) -> list[Any]:
-    """The pages of the server, ours last.
+    """Returns the pages of the server, ours last.
 
     Raises:
         ImportError: As `start_debug_server`.

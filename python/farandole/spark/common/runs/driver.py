@@ -54,7 +54,7 @@ def mapped(given: bool) -> Iterator[None]:
 
 
 def name_of(run_id: str, fingerprint: Fingerprint) -> str:
-    """The run of one fit: as the user named it, and in a tuner or with a map of parameters with a suffix of its own.
+    """Returns the run of one fit: the user's name, with a suffix in a tuner or with a map of parameters.
 
     Args:
         run_id: the user's name.
