@@ -117,7 +117,7 @@ def opened(browser: Browser, height: int = 760) -> Page:
 
 
 def pictures_of_the_tab(browser: Browser, spark: str) -> None:
-    """Of the Training tab: a run from its charts to the executors."""
+    """Makes the picture of the Training tab: a run from its charts to the executors."""
     page = opened(browser)
     page.goto(f"{spark}/training/")
     page.wait_for_selector("#facts .ended")
@@ -126,7 +126,7 @@ def pictures_of_the_tab(browser: Browser, spark: str) -> None:
 
 
 def pictures_of_the_viewer(browser: Browser, store: str) -> None:
-    """Of the run viewer: the list, a run, and a comparison."""
+    """Makes the pictures of the run viewer: the list, a run, and a comparison."""
     images = DOCS / "user-guide/images"
     with Viewer((store,)) as viewer:
         for address, name, shown in (
@@ -151,7 +151,7 @@ def bottom(part: Locator) -> float:
 
 
 def picture_of_a_notebook(browser: Browser, folder: Path) -> None:
-    """Of the output of a fit, which a real kernel has left in its document."""
+    """Makes the picture of a fit's output, which a real kernel has left in its document."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}

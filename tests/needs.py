@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests need of a machine: root, programs, loop devices, namespaces. Elsewhere they are skipped.
+"""Requirements of tests: root, programs, loop devices, namespaces. Elsewhere they are skipped.
 
 In CI as root nothing may be missing, because nobody reads there which tests were skipped.
 """
@@ -13,7 +13,7 @@ import pytest
 
 
 def is_an_error() -> bool:
-    """Whether something that is missing is an error. CI without root does not run what needs root: nightly jobs do."""
+    """Returns whether a missing requirement is an error. CI without root does not run what needs root: nightly jobs do."""
     return bool(os.environ.get("CI")) and os.geteuid() == 0
 
 

@@ -379,7 +379,7 @@ POSSIBLE: dict[Callable[[Job], str], Callable[[Job], bool]] = {
     add: lambda job: bool(job.reduced()),
     fewer_slots: lambda job: bool(job.full()),
 }
-"""When a fault can happen, if not always."""
+"""Conditions of faults that cannot always happen."""
 
 
 def draw(job: Job) -> Callable[[Job], str]:

@@ -38,7 +38,7 @@ class Job:
 
     @property
     def told(self) -> str:
-        """What the job has said, and what Slurm knows of it."""
+        """Returns the output of the job, and its state in Slurm."""
         texts = [path.read_text(errors="replace") for path in (self.out, self.err) if path.exists()]
         return "\n".join([*texts, self.slurm.run("scontrol", "show", "job", self.number).out])
 
@@ -58,7 +58,7 @@ class Job:
         return [found[rank] for rank in range(size)]
 
     def is_over(self) -> bool:
-        """Whether no process of it is left, as far as Slurm knows."""
+        """Returns whether no process of it is left, as far as Slurm knows."""
         return not self.slurm.run("squeue", "-h", "-j", self.number).out.strip()
 
     def end(self) -> str:
@@ -84,7 +84,7 @@ def job() -> Iterator[Job]:
 
 
 def by_srun(pids: list[int]) -> list[int]:
-    """Those of the processes that a step of Slurm runs."""
+    """Returns the processes among `pids` that a step of Slurm runs."""
     return [pid for pid in pids if b"SLURM_STEP_NODELIST=another\0" in Path(f"/proc/{pid}/environ").read_bytes()]
 
 

@@ -43,7 +43,7 @@ def test_a_function_runs_on_ray(resources):
 
 
 def commits(folder, until):
-    """Where a job goes on from in the store, and whether a worker has the secret."""
+    """Returns the position at which a job continues from the store, and whether a worker has the secret."""
     import farandole.numpy as hvd
     from farandole.common import elastic
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What jobs on Ray listen on: the driver, which holds the registrar, and ranks of one host."""
+"""Listening sockets of jobs on Ray: the driver, which holds the registrar, and ranks of one host."""
 
 import sys
 
@@ -19,7 +19,7 @@ EVERYWHERE = {"00000000", 32 * "0"}
 
 
 def opened():
-    """What `init` opens in a rank. Ray has ports of its own in an actor."""
+    """Returns the sockets that `init` opens in a rank. Ray has ports of its own in an actor."""
     import farandole.numpy as hvd
 
     before = sockets.listening()

@@ -157,7 +157,7 @@ def test_a_fit_continues_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
 
 
 def commits(folder, until):
-    """Where a job goes on from in the store."""
+    """Returns the position at which a job continues from the store."""
     import farandole.numpy as hvd
     from farandole.common import elastic
 

@@ -25,7 +25,7 @@ SECRET = "hunter2"
 
 
 def commits(folder, until):
-    """Where a job of two ranks goes on from in the store, and the variables in which a worker has the secret."""
+    """Returns where a job of two ranks continues from the store, and the variables in which a worker has the secret."""
     import os
 
     import farandole.numpy as hvd

@@ -223,7 +223,7 @@ def test_groups_of_one_host_that_are_reconfigured_listen_on_loopback_alone(tmp_p
 
 
 def addresses_and_ports(text):
-    """What a process says that it listens on."""
+    """Returns the sockets on which a process says that it listens."""
     return [(address, int(port)) for address, port in re.findall(r"\('([0-9A-F]+)', (\d+)\)", text)]
 
 

@@ -79,13 +79,13 @@ impl Holder {
         }
     }
 
-    /// Whether this is the present process.
+    /// Returns whether this is the present process.
     fn is_this_process(&self) -> bool {
         let me = Self::here(SystemTime::UNIX_EPOCH, None);
         (&self.boot, self.pid, &self.namespace, self.started) == (&me.boot, me.pid, &me.namespace, me.started)
     }
 
-    /// Whether another process left it, which gives way to a process of `job`.
+    /// Returns whether another process of the same job left it, and so gives way to a process of `job`.
     fn gives_way_to(&self, job: Option<&str>) -> bool {
         job.is_some() && self.job.as_deref() == job && !self.is_this_process()
     }

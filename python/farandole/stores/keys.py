@@ -31,7 +31,7 @@ _PATIENCE: Final = 60.0
 
 
 def are_at_the_driver() -> bool:
-    """Whether this worker must ask its driver for keys."""
+    """Returns whether this worker must ask its driver for keys."""
     return AT_DRIVER in os.environ
 
 

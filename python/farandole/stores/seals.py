@@ -35,7 +35,7 @@ _KEPT: Final = 2
 
 
 def is_given() -> bool:
-    """Whether this process has the secret."""
+    """Returns whether this process has the secret."""
     return bool(os.environ.get(SECRET))
 
 

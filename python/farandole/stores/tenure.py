@@ -142,7 +142,7 @@ def _leases(store: NativeStore) -> dict[str, dict[str, Any]]:
 
 
 def _is_seen(lease: dict[str, Any]) -> bool:
-    """Whether its process could be seen from here, so that it lives."""
+    """Returns whether its process could be seen from here, so that it lives."""
     here = {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "namespace": str(Path("/proc/self/ns/pid").readlink()),
