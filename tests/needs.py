@@ -13,7 +13,7 @@ import pytest
 
 
 def is_an_error() -> bool:
-    """Returns whether a missing requirement is an error. CI without root does not run what needs root: nightly jobs do."""
+    """Returns whether a missing requirement is an error: in CI with root, which the nightly jobs have."""
     return bool(os.environ.get("CI")) and os.geteuid() == 0
 
 

@@ -59,7 +59,10 @@ def finish(job: Job) -> list[dict[str, Any]]:
 
 
 def demanded() -> float:
-    """Returns the number of faults that must have happened: 200 in a whole run. A short one, beside other tests, may be half as fast."""
+    """Returns the number of faults that must have happened: 200 in a whole run.
+
+    A short one, beside other tests, may be half as fast.
+    """
     return SECONDS / 6 if SECONDS >= WHOLE else SECONDS / 12
 
 

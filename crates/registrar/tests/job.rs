@@ -579,10 +579,10 @@ fn the_driver_publishes_values_that_ranks_wait_for() {
     thread::scope(|scope| {
         let waits = scope.spawn(|| agents[0].get("key of a run", soon()).unwrap());
         registrar.publish("key of a run", b"secret").unwrap();
-        assert_eq!(waits.join().unwrap(), "secret");
+        assert_eq!(waits.join().unwrap(), b"secret");
     });
     registrar.publish("key of a run", b"another").unwrap();
-    assert_eq!(agents[0].get("key of a run", soon()).unwrap(), "another");
+    assert_eq!(agents[0].get("key of a run", soon()).unwrap(), b"another");
     let long = registrar.publish(&"k".repeat(2000), b"").unwrap_err();
     assert!(matches!(long, Error::Refused { call: "publish", .. }), "{long}");
 }
