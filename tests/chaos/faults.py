@@ -336,7 +336,10 @@ def add(job: Job) -> str:
 
 def fewer_slots(job: Job) -> str:
     """A host has a slot less."""
-    name = job.chance.choice(job.full())
+    full = job.full()
+    if not full:  # a worker has ended since the fault was drawn
+        full = [name for name, slots in job.listed.items() if slots == SLOTS]
+    name = job.chance.choice(full)
     job.listed[name] = SLOTS - 1
     job.list()
     until(lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0)

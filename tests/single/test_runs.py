@@ -191,6 +191,38 @@ def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(tmp_p
     assert (tmp_path / "runs/r/_lease-1.json").exists()
 
 
+def test_a_lease_that_an_earlier_training_of_this_process_could_not_delete_is_taken(tmp_path):
+    url = (tmp_path / "runs/r").as_uri()
+    first = tenure.Tenure(url, "r")
+    first.begin()
+    with pytest.raises(RunInUseError, match="another training of this process has it"):
+        tenure.Tenure(url, "r").begin()
+    first.forget()
+    second = tenure.Tenure(url, "r")
+    second.begin()
+    second.check()
+    second.end()
+    assert list((tmp_path / "runs/r").glob("_lease-*")) == []
+
+
+def test_a_holder_on_this_host_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    url = (tmp_path / "runs/r").as_uri()
+    code = (
+        f"from farandole.stores.tenure import Tenure; Tenure({url!r}, 'r').begin(); print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr(tenure, "_LINGERS", 0.5)
+        with pytest.raises(RunInUseError, match="another job, or a fit, has it"):
+            tenure.Tenure(url, "r").begin()
+        monkeypatch.setattr(tenure, "_LINGERS", 60.0)
+        monkeypatch.setattr(tenure.time, "sleep", lambda _: (holder.kill(), holder.wait()))
+        tenure.Tenure(url, "r").begin()
+
+
 def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, monkeypatch, caplog):
     run = tmp_path / "runs/r"
     run.mkdir(parents=True)
@@ -200,7 +232,7 @@ def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, m
     began = time.monotonic()
     assert trained(job(tmp_path, monkeypatch, 1)) == 1
     assert 2 < time.monotonic() - began < 60
-    assert "may be lost: waiting for at most" in caplog.text
+    assert "may be lost or about to end: waiting for at most" in caplog.text
     # One that says that it lives is not waited for.
     file.write_text(json.dumps({**told, "time": time.time()}))
     monkeypatch.setattr(tenure.time, "sleep", lambda _: file.write_text(json.dumps({**told, "time": time.time() + 1})))

@@ -116,7 +116,8 @@ impl Watch {
                         Heard::Word(word) => {
                             self.silent = Duration::ZERO;
                             match word {
-                                Word::Beat => {}
+                                // The end would have followed at once. The peer only passed on what others said.
+                                Word::Beat => *given_up = None,
                                 Word::Goodbye => *left = true,
                                 Word::Lost { rank, reason } => {
                                     if rank == own {

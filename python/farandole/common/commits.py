@@ -67,8 +67,10 @@ class StoredCommits:
 
         Raises:
             RunInUseError: Another job or a fit holds it.
+            FarandoleEnvironmentError: The driver has the secret of the store, and does not give this process its key.
         """
         self._tenure.begin()
+        self._run()
 
     def pass_on(self) -> None:
         """Leaves the lease to the process of this job that is rank 0 now."""
@@ -111,8 +113,9 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
+                run = self._run()
                 self._tenure.check()
-                self._run().write_checkpoint(self._remote.checkpoint_filename, data)
+                run.write_checkpoint(run.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
@@ -135,7 +138,9 @@ class StoredCommits:
         return self._run().resume()
 
     def _run(self) -> RemoteStore:
-        """The paths of the run, with the key that seals its commits. If the driver has the secret, it is asked once.
+        """Returns the paths of the run, with the key that seals its commits.
+
+        A driver that has the secret is asked for the key once.
 
         Raises:
             FarandoleEnvironmentError: The driver does not answer.

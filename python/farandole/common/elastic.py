@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from farandole._native import engine
 from farandole.common import basics, commits, notices
 from farandole.common.commits import StoredCommits
-from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError, HostsUpdatedInterrupt
+from farandole.common.exceptions import (
+    FarandoleInternalError,
+    FarandoleUsageError,
+    HostsUpdatedInterrupt,
+    WorkerDismissed,
+)
 from farandole.common.notices import leave
 
 if TYPE_CHECKING:
@@ -174,6 +179,11 @@ class State:
             with contextlib.suppress(RuntimeError):
                 self._settle()
             self._stored.wait()
+
+    def _pass_store_on(self) -> None:
+        """Leaves the run to the next rank 0 of this job."""
+        if self._stored is not None:
+            self._stored.pass_on()
 
     def _end_store(self) -> None:
         """Lets others write the run."""
@@ -420,6 +430,9 @@ def _in_store(state: State) -> Iterator[None]:
             state._leave_store()  # noqa: SLF001 - its own module's
             raise
         state._finish()  # noqa: SLF001 - its own module's
+    except WorkerDismissed:
+        state._pass_store_on()  # noqa: SLF001 - its own module's
+        raise
     finally:
         state._end_store()  # noqa: SLF001 - its own module's
 

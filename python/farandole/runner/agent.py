@@ -58,7 +58,8 @@ class Work:
             which Spark starts that one alone. Spark starts a barrier stage again as a whole, and ends the rest of the
             old one: an agent that still runs after that belongs to the new one.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
-        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them.
+        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them; `None` if it has
+            them, and workers cannot reach it.
     """
 
     ticket: str
@@ -70,7 +71,7 @@ class Work:
     warm: Warm | None = None
     rejoin_after: float | None = None
     elastic: bool = False
-    keys: bool = field(default_factory=seals.is_given)
+    keys: bool | None = field(default_factory=seals.is_given)
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it travels."""
@@ -101,7 +102,8 @@ def serve(
         How the worker ended, or why there was none.
     """
     host = socket.gethostname()
-    env = environment(work.env, resources or {}) | {keys.AT_DRIVER: "1" if work.keys else None}
+    asks = None if work.keys is False else keys.told(work.ticket, reachable=work.keys is True)
+    env = environment(work.env, resources or {}) | {keys.AT_DRIVER: asks}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
         command = warm_workers.command(work.warm, command, env, owner)

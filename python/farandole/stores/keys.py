@@ -10,12 +10,13 @@ So neither Spark's closure nor the environment of a process contains a key. A wo
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Final
 
 from farandole.common.exceptions import FarandoleEnvironmentError
-from farandole.stores import seals
+from farandole.stores import seals, tenure
 
 if TYPE_CHECKING:
     from farandole._native.registrar import Registrar
@@ -24,15 +25,28 @@ KIND: Final = "key-of-run"
 """Kind of the record by which a worker asks."""
 AT_DRIVER: Final = "FARANDOLE_KEYS_AT_DRIVER"
 """Variable of workers whose driver has the secret; agents set it."""
+_UNREACHABLE: Final = ":unreachable"
 _LONGEST: Final = 4096
 """Bytes of the longest name of a run."""
 _ASKS_EVERY: Final = 5.0
 _PATIENCE: Final = 60.0
+_log = logging.getLogger("farandole")
+
+
+def told(ticket: str, *, reachable: bool) -> str:
+    """Returns the variable's value for workers of a job whose driver has the secret.
+
+    Args:
+        ticket: Of the job. Jobs that a worker starts have others, and their drivers do not answer.
+        reachable: Whether a worker can ask the driver.
+    """
+    return f"{tenure.job_of(ticket)}{'' if reachable else _UNREACHABLE}"
 
 
 def are_at_the_driver() -> bool:
     """Returns whether this worker must ask its driver for keys."""
-    return AT_DRIVER in os.environ
+    job = os.environ.get(AT_DRIVER, "").removesuffix(_UNREACHABLE)
+    return job != "" and job == str(tenure.job_of_this_process())
 
 
 def asked_for(run_id: str) -> bytes:
@@ -46,6 +60,12 @@ def asked_for(run_id: str) -> bytes:
     """
     from farandole._native import launcher, values  # noqa: PLC0415 - drivers do without
 
+    if os.environ.get(AT_DRIVER, "").endswith(_UNREACHABLE):
+        raise FarandoleEnvironmentError(
+            f"the driver has {seals.SECRET}, and the workers of this job cannot ask it for the key of run {run_id!r}, "
+            "because no task of Spark reaches the driver. Commits without a seal are neither written nor used: let "
+            f"tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), or unset {seals.SECRET} there"
+        )
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
         # Records may be dropped, and the values of a world end with it.
@@ -73,8 +93,12 @@ def answer(registrar: Registrar, run: bytes) -> None:
     except UnicodeDecodeError:
         return
     key = seals.run_key(run_id)
-    if key is not None:
+    if key is None:
+        return
+    try:
         registrar.publish(_name(run_id), key)
+    except FarandoleEnvironmentError as error:  # such as a world that has just ended: the worker asks again
+        _log.warning("the key of run %r could not be given to a worker: %s", run_id, error)
 
 
 def _name(run_id: str) -> str:

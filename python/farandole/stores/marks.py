@@ -87,6 +87,15 @@ class Mark:
         with self._touching:
             self._let_go()
 
+    def is_at(self, url: str, name: str) -> bool:
+        """Returns whether this is the mark of that name in that directory.
+
+        Args:
+            url: The directory.
+            name: The file's.
+        """
+        return (self.url, self._mark, self._pid) == (url, name, os.getpid())
+
     def is_due(self) -> bool:
         """Returns whether the mark must be renewed now."""
         return time.monotonic() >= self._due
@@ -139,6 +148,17 @@ class _Renewer:
 
 
 _renewer = _Renewer()
+
+
+def is_held(url: str, name: str) -> bool:
+    """Returns whether this process holds a mark.
+
+    Args:
+        url: The directory.
+        name: The file's.
+    """
+    with _LOCK:
+        return any(mark.is_at(url, name) for mark in _HELD)
 
 
 def renew_all(*, due: bool = True) -> None:

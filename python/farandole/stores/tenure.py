@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from farandole._native.store import Store as NativeStore
+from farandole.stores import marks
 from farandole.stores.marks import Mark
 
 LASTS: Final = 180.0
 """Seconds after which a holder elsewhere that says nothing no longer holds its run."""
 _LONGEST: Final = 600.0
 """Seconds that a driver of a fit on another host may hold a run without a word."""
-_LEEWAY: Final = 10.0
+_LEEWAY: Final = 60.0
+"""Seconds by which clocks of hosts may differ."""
+_LINGERS: Final = 15.0
+"""Seconds that a worker may outlive a driver that was killed; longer with a longer peer timeout."""
 _LOOKS_EVERY: Final = 1.0
 _LEASE: Final = "_lease-"
 _JOB: Final = "FARANDOLE_JOB"
@@ -51,7 +55,7 @@ class Tenure:
         self._mark: Mark | None = None
 
     def begin(self) -> None:
-        """Takes the lease, unless this process holds it. Waits if its holder may be lost with its host.
+        """Takes the lease, unless this process holds it. Waits if its holder may be lost, or about to end.
 
         Raises:
             RunInUseError: Another job, a fit, or another training of this process holds the run.
@@ -60,26 +64,37 @@ class Tenure:
         if self._mark is not None:
             return
         store = NativeStore(self._run_path)
+        began = time.monotonic()
         before: dict[str, dict[str, Any]] | None = None
-        until = time.monotonic() + LASTS
+        until = began + LASTS
         while True:
             lease = store.take(LASTS, job_of_this_process())
             if lease is not None:
                 self._mark = Mark(self._run_path, lease, LASTS)
                 return
             leases = _leases(store)
+            own = {name for name, lease in leases.items() if _is_seen(lease) and lease.get("pid") == os.getpid()}
+            held = {name for name in own if marks.is_held(self._run_path, name)}
+            if held:
+                raise self._refusal("another training of this process has it")
+            for name in own:  # left by an earlier training, which could not delete it
+                store.delete(name)
+            if own:
+                continue
             if before is None:
                 lasts = [float(one.get("lasts") or _LONGEST) for one in leases.values()]
                 until = time.monotonic() + min(max(lasts, default=LASTS), _LONGEST) + _LEEWAY
             renewed = before is not None and any(before.get(name, one) != one for name, one in leases.items())
-            if renewed or any(map(_is_seen, leases.values())) or time.monotonic() > until:
+            seen = any(map(_is_seen, leases.values()))
+            if (renewed and not seen) or time.monotonic() > (began + _lingers() if seen else until):
                 raise self._refusal("another job, or a fit, has it")
             if before is None:
                 _log.warning(
-                    "run %r in %s is held by a process on another host, which may be lost: waiting for at most %.0f s",
+                    "run %r in %s is held by another process, which may be lost or about to end: waiting for at most "
+                    "%.0f s",
                     self._run_id,
                     self._run_path,
-                    until - time.monotonic(),
+                    _lingers() if seen else until - began,
                 )
             before = leases
             time.sleep(_LOOKS_EVERY)
@@ -90,7 +105,8 @@ class Tenure:
         Raises:
             RunInUseError: This process does not hold it, or no longer.
         """
-        if self._mark is None or not self._mark.is_there():
+        mark = self._mark  # another thread may leave it
+        if mark is None or not mark.is_there():
             raise self._refusal("another process has taken it from this one, which was cut off or stopped for long")
 
     def forget(self) -> None:
@@ -116,17 +132,33 @@ class Tenure:
 
 
 def job_of_this_process() -> str | None:
-    """The job that a launcher of Farandole has started this process for; `None` in others.
+    """Returns the job that a launcher of Farandole has started this process for; `None` in others."""
+    return job_of(os.environ.get(_JOB, ""))
 
-    It is the fingerprint of the job's certificate, which is not secret. All workers of the job have the same one, also
-    after its registrar was started again.
+
+def job_of(ticket: str) -> str | None:
+    """Returns the fingerprint of a job's certificate, which is not secret; `None` if the text is no ticket.
+
+    All workers of the job have the same one, also after its registrar was started again.
+
+    Args:
+        ticket: Of the job.
     """
-    body = os.environ.get(_JOB, "").partition(".")[2]
+    body = ticket.partition(".")[2]
     try:
-        ticket = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+        found = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
     except ValueError:
         return None
-    return ticket[_FINGERPRINT].hex() or None
+    return found[_FINGERPRINT].hex() or None
+
+
+def _lingers() -> float:
+    """Returns the seconds for which a holder on this host may be about to end."""
+    try:
+        peer_timeout = float(os.environ.get("FARANDOLE_PEER_TIMEOUT", ""))
+    except ValueError:
+        return _LINGERS
+    return max(_LINGERS, 2 * peer_timeout + 5)
 
 
 def _leases(store: NativeStore) -> dict[str, dict[str, Any]]:
@@ -143,8 +175,11 @@ def _leases(store: NativeStore) -> dict[str, dict[str, Any]]:
 
 def _is_seen(lease: dict[str, Any]) -> bool:
     """Returns whether its process could be seen from here, so that it lives."""
-    here = {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "namespace": str(Path("/proc/self/ns/pid").readlink()),
-    }
+    try:
+        here = {
+            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "namespace": str(Path("/proc/self/ns/pid").readlink()),
+        }
+    except OSError:
+        return False
     return all(lease.get(name) == value for name, value in here.items())

@@ -151,7 +151,8 @@ def settle(work: Work, meeting: Meeting, task: int, context: Any) -> tuple[Work,
             own.close()
         return work, None
     ticket = next(one["ticket"] for one in told if one["ticket"] is not None)
-    return replace(work, ticket=ticket), Host(own, meeting) if own is not None else None
+    there = replace(work, ticket=ticket, keys=None if work.keys else False)
+    return there, Host(own, meeting) if own is not None else None
 
 
 def _reaches(addresses: Sequence[str]) -> bool:
