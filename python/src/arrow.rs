@@ -91,7 +91,7 @@ impl Shared {
         Self { batch, whole, texts }
     }
 
-    /// What is known of the batch; its bytes are Python's.
+    /// Returns the batch in Rust.
     fn batch(&self) -> &reader::Batch {
         &self.batch
     }
