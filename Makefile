@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui wheel install bytecode tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only those
 # that it needs. All other targets install all.
@@ -47,10 +47,10 @@ test-ray: bytecode
 	$(BIN)/python -m pytest tests/ray --reruns 1 --durations=10
 
 # Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root. If a program is
-# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host.
+# missing, its tests are skipped and a message names it. Then the slow tests of jobs on this host, elastic ones too.
 test-launch: bytecode packages
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
-	$(BIN)/python -m pytest tests/launcher tests/parallel -m slow --reruns 1 --durations=10
+	$(BIN)/python -m pytest tests/launcher tests/parallel tests/elastic -m slow --reruns 1 --durations=10
 
 # An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is target/chaos.json. `make test` does
 # the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
@@ -63,11 +63,15 @@ packages:
 	@.ci/packages
 
 # The run viewer in a real browser, Debian's Chromium: a thousand runs, a million points, live runs. All notebooks, on a
-# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on Spark 4.1, which neither
-# `test` nor `test-spark` has.
-test-ui: bytecode packages .tools/pyspark-4.1/ready
-	$(MAKE) spark-plugin-4.1
+# real Jupyter kernel. The timelines of all ranks. `test` has the short ones. The Training tab on Spark 4.1 and 4.2, which
+# neither `test` nor `test-spark` has.
+test-ui: bytecode packages .tools/pyspark-4.1/ready .tools/pyspark-4.2/ready
+	$(MAKE) spark-plugin-4.1 spark-plugin-4.2
 	$(BIN)/python -m pytest tests/ui tests/notebooks tests/launcher/test_timeline_of_ranks.py --reruns 1 --durations=10
+
+# The pictures of the pages, of real fits in Debian's Chromium.
+screenshots: install packages
+	$(BIN)/python docs/screenshots.py
 
 # loom tries all orders of memory operations in the shared ring and in the engine's threads.
 loom:
@@ -123,7 +127,7 @@ spark-older-%:
 	PYSPARK_PYTHON=$(python) $(python) -m pytest $(SPARK_FACING) -m "not newest" --reruns 1 --durations=20
 
 spark-plugin-%:
-	PYSPARK_PYTHON=$(python) $(python) -m pytest tests/spark/test_plugin.py -m "not slow" --reruns 1
+	PYSPARK_PYTHON=$(python) $(python) -m pytest tests/spark/test_plugin.py -m "not newest" -k "live_tab or links" --reruns 1
 
 # pyspark 3.5 does not contain its Connect server, so the jar is downloaded: 3.5.7 is the last version with such a jar. The
 # environment is created again if this file or the packages of the main environment have changed.
@@ -149,7 +153,6 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
-	$(BIN)/python -m pytest tests/elastic -m slow --reruns 1
 	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
 
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in containers of one machine.
@@ -170,7 +173,7 @@ trust-soaks:
 trust-rest:
 	$(BIN)/python -m pytest tests/trust $(addprefix --ignore=,$(SOAKS)) tests/faults/test_strangers.py \
 	tests/single/test_poisoned_files.py tests/single/test_checkpoint_safety.py tests/single/test_runs.py tests/spark/test_saved.py \
-	tests/launch/test_spark_hosts.py \
+	tests/spark/test_stored_commits.py tests/launch/test_spark_hosts.py tests/launch/test_forwarding.py \
 	--reruns 1 --durations=15
 
 # Files for Vale: pages, and the comments and docstrings of the sources.

@@ -80,7 +80,7 @@ def batches(loader: ParquetLoader) -> int:
 
 
 def first_epoch(path: Path) -> int:
-    """An epoch of a loader that nobody has used before."""
+    """An epoch of an unused loader."""
     return batches(ParquetLoader(path, BATCH, framework="torch"))
 
 
@@ -123,7 +123,7 @@ def write_prepared(tables: list[pa.Table], path: Path, compression: str) -> int:
 
 
 def quality(title: str, orders: dict[str, list[np.ndarray]], batch: int = BATCH) -> None:
-    """How well rows are mixed: numbers next to those of a full shuffle, which are 1.
+    """Prints how well rows are mixed, in numbers that are 1 for a full shuffle.
 
     The distance of neighbours is that of two rows that follow each other, in rows of the files; the spread of batches
     is the standard deviation of the mean row number of a batch: below 1, batches are more even than chance makes them.
@@ -233,7 +233,7 @@ LEAST = {
         "write: farandole, snappy": 1.5,
     },
 }
-"""What is asked for at least, times pyarrow's scan or writer."""
+"""Least speed that is demanded, as a multiple of pyarrow's scan or writer."""
 
 
 def compare(title: str, tables: list[pa.Table], repeat: int) -> dict[str, dict[str, float]]:

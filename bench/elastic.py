@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How soon training goes on after a rank is lost, and what being ready for that costs.
+"""Time until training continues after a rank is lost, and the cost of fault tolerance in steps without a fault.
 
 Four workers train with `DistributedOptimizer(fault_tolerant=True)` in steps of about 60 ms; one gets SIGKILL, or its
 host is cut off. Each rank notes when each step is finished, by the clock of the machine. Between hosts is between
@@ -65,7 +65,7 @@ while not (notes / "enough").exists():
     time.sleep(float(sys.argv[3]))
     optimizer.step()
     note.write(f"{time.monotonic()} {optimizer.steps} {hvd.size()}\\n")
-# Ranks see the file after different steps: whoever ends lets the others end.
+# Ranks see the file after different steps: the first that ends lets the others end.
 os._exit(0)
 """
 
@@ -128,6 +128,29 @@ if hvd.rank() == 0:
 """
 
 
+TRANSFER = """
+import json, statistics, sys, time
+import torch
+import farandole.torch as hvd
+from farandole.torch._state_transfer import Roles, move
+torch.set_num_threads(1)
+hvd.init()
+tensors = [torch.full((24 << 20,), float(hvd.rank())) for _ in range(4)]
+ways = {"by three": Roles([0, 1, 2], [3]), "by one": Roles([0], [1, 2, 3])}
+times = {way: [] for way in ways}
+for number in range(int(sys.argv[1]) + 1):
+    for way, roles in ways.items():
+        hvd.barrier()
+        began = time.perf_counter()
+        move(f"{way}.{number}", tensors, roles)
+        took = hvd.allreduce(torch.tensor([time.perf_counter() - began], dtype=torch.float64), op=hvd.Max)
+        if number:
+            times[way].append(took.item())
+if hvd.rank() == 0:
+    print(json.dumps({way: statistics.median(each) for way, each in times.items()}), flush=True)
+"""
+
+
 class Run:
     """A job whose ranks note their steps."""
 
@@ -148,12 +171,16 @@ class Run:
             found[note.stem] = [(float(at), int(step), int(size)) for at, step, size in told]
         return found
 
+    def last(self) -> int:
+        """The last step that any process has finished."""
+        return max(step for told in self.steps().values() for _, step, _ in told[-1:])
+
     def kill(self, name: str) -> None:
         """Sends SIGKILL to a process of this host."""
         os.kill(int(name.partition("-")[0]), signal.SIGKILL)
 
     def until_size(self, size: int, after: float, ranks: int) -> float:
-        """When all of so many ranks had finished a step in a world of this size that began later."""
+        """Returns the time at which all ranks had finished a step in a world of this size that began later."""
         firsts: list[float] = []
 
         def fits() -> bool:
@@ -269,25 +296,35 @@ def between_hosts(folder: Path, fault: str) -> float:
         return took
 
 
-def goodput(folder: Path, seconds: float) -> tuple[float, int]:
-    """Steps with one SIGKILL a minute as a share of those of the undisturbed seconds before it, and the kills."""
+def undisturbed(run: Run, seconds: float) -> float:
+    """Steps in a second, while nothing happens for some seconds."""
+    first, began = run.last(), time.monotonic()
+    time.sleep(seconds)
+    return (run.last() - first) / (time.monotonic() - began)
+
+
+def goodput(folder: Path, seconds: float, quiet: float) -> tuple[float, int]:
+    """Steps with one SIGKILL a minute, as a share of those without, and the kills. A spare replaces each lost worker.
+
+    The job is undisturbed for `quiet` seconds before the first SIGKILL, and for as long when all four are at work again
+    after the last one.
+    """
     run = here(folder, "-np", 4, "--min-np", 2, "--spares", 1, "-H", "localhost:5", "--blacklist-cooldown-range", 1, 1)
-    began = run.until_size(4, 0.0, 4)
-    time.sleep(10.0)
-    quiet = max(step for told in run.steps().values() for _, step, _ in told[-1:])
-    first = min(told[0][1] for told in run.steps().values() if told)
-    rate = (quiet - first) / (time.monotonic() - began)
-    began, kills = time.monotonic(), 0
+    run.until_size(4, 0.0, 4)
+    time.sleep(10.0)  # the spare has imported everything
+    rates = [undisturbed(run, quiet)]
+    first, began, kills = run.last(), time.monotonic(), 0
     while time.monotonic() < began + seconds:
         time.sleep(min(60.0, max(0.1, began + seconds - time.monotonic())))
         alive = [pid for pid, told in run.steps().items() if told and told[-1][0] > time.monotonic() - 1.0]
         run.kill(random.choice(alive))
         kills += 1
-    run.until_size(4, time.monotonic(), 3)
-    done = max(step for told in run.steps().values() for _, step, _ in told[-1:]) - quiet
-    share = done / (rate * (time.monotonic() - began))
+    run.until_size(4, time.monotonic(), 4)
+    done = (run.last() - first) / (time.monotonic() - began)
+    time.sleep(10.0)
+    rates.append(undisturbed(run, quiet))
     run.end()
-    return share, kills
+    return done / statistics.mean(rates), kills
 
 
 def cost(folder: Path, rounds: int) -> dict[str, float]:
@@ -306,6 +343,19 @@ def cost(folder: Path, rounds: int) -> dict[str, float]:
         times |= json.loads(line[line.index("{") :])
     ratios = {name: times[name] / times["plain"] for name in ("fault_tolerant", "commit", "commit_in_background")}
     return ratios | {"fault_tolerant_ddp": times["fault_tolerant_ddp"] / times["ddp"]}
+
+
+def transfer(folder: Path, rounds: int) -> dict[str, float]:
+    """Seconds in which 384 MiB come to 1 of 4 ranks from the others, and to 3 of 4 from one, as it was done formerly.
+
+    Until the slowest rank has finished. The memory of all ranks is in use before.
+    """
+    script = folder / "transfer.py"
+    script.write_text(TRANSFER)
+    command = [sys.executable, "-m", "farandole", "run", "-np", "4", sys.executable, str(script), str(rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if "{" in line)
+    return json.loads(line[line.index("{") :])
 
 
 class Table:
@@ -338,6 +388,14 @@ class Table:
         print(f"    a first step of processes that begin together took {first:.3f} s", flush=True)
         print(f"    a usual one took {usual:.3f} s", flush=True)
 
+    def transfer(self, rounds: int) -> None:
+        """Adds how long the state takes to a rank that joins; there is no goal."""
+        with tempfile.TemporaryDirectory() as folder:
+            for way, took in transfer(Path(folder), rounds).items():
+                what = f"384 MiB of state to a rank that joins three, sent {way}"
+                self.rows.append({"what": what, "value": round(took, 3), "unit": "s"})
+                print(f"{what:66} {took:8.3f} s", flush=True)
+
     def costs(self, rounds: int) -> None:
         """Adds what it costs without a fault."""
         with tempfile.TemporaryDirectory() as folder:
@@ -357,10 +415,10 @@ class Table:
         what = f"a host of 2 cut off -> a step, peer timeout {PEER_TIMEOUT:g} s"
         self.middle(what, lambda folder: between_hosts(folder, "cut"), max(1, repeat // 2), PEER_TIMEOUT + 1.0)
 
-    def goodput(self, seconds: float) -> None:
+    def goodput(self, seconds: float, quiet: float) -> None:
         """Adds the share of useful steps."""
         with tempfile.TemporaryDirectory() as folder:
-            share, kills = goodput(Path(folder), seconds)
+            share, kills = goodput(Path(folder), seconds, quiet)
         self.row(f"goodput with {kills} SIGKILLs in {seconds:g} s", share, 0.99, "x", least=True)
         print(
             "    published by peers, at a larger scale: 120 to 948 s to recover (torchft), 105 s (commercial systems)"
@@ -372,25 +430,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
+    parser.add_argument(
+        "--quiet", type=float, default=60.0, help="seconds without a SIGKILL, before that run and after"
+    )
     parser.add_argument("--keep", action="store_true", help="leave bench/results as it is")
-    parser.add_argument("--rounds", type=int, default=8, help="of ten steps of each kind, for the cost without a fault")
+    parser.add_argument("--rounds", type=int, default=8, help="of the cost (ten steps of each kind) and the transfer")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--cost", action="store_true", help="measure only the cost without a fault")
-    only.add_argument("--joins", action="store_true", help="measure only the pause when a worker joins")
+    only.add_argument("--joins", action="store_true", help="measure only what a worker that joins costs")
     arguments = parser.parse_args()
     table, name = Table(), "elastic"
     if arguments.joins:
         name = "elastic-joins"
         for _ in range(arguments.repeat):
             table.joins()
+        table.transfer(arguments.rounds)
     elif arguments.cost:
         name = "elastic-cost"
         table.costs(arguments.rounds)
     else:
         table.losses(arguments.repeat)
         table.joins()
+        table.transfer(arguments.rounds)
         table.costs(arguments.rounds)
-        table.goodput(arguments.goodput)
+        table.goodput(arguments.goodput, arguments.quiet)
     if not arguments.keep:
         save(name, {"rows": table.rows})
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How soon a rank hears that its peer died or was stopped, next to torch.distributed's Gloo.
+"""Time until a rank gets the error of a peer that died or stopped, compared with torch.distributed on Gloo.
 
 Two ranks on one host add up 4 MiB again and again; after a second, rank 1 sends itself SIGKILL or SIGSTOP, and rank 0
 notes when its call raises. Gloo's own limit for a silent peer is 30 minutes, so it is not waited for there. Prints

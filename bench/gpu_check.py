@@ -10,7 +10,7 @@ no GPU it says so and ends with 0. Needs the package, torch with CUDA and one GP
 The ranks' part is also there for hosts without a GPU, so that it is known to work: `--rehearse` runs it on the CPU.
 """
 
-# ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded only by those who need it; one failed check must not end the others
+# ruff: noqa: PLC0415, BLE001, PLR2004 - torch is loaded where it is needed; a failed check must not end the others
 from __future__ import annotations
 
 import argparse
@@ -151,7 +151,7 @@ def reductions(ours: Any, dtypes: dict[Any, int], stream: int) -> Iterator[tuple
 
 
 def nccl(page: Page) -> None:
-    """What our communicator adds to NCCL, with one rank."""
+    """Measures the time that our communicator adds to NCCL, with one rank."""
     import torch
     import torch.distributed as dist
 
@@ -250,7 +250,7 @@ def ranks(page: Page, device: str) -> None:
 
 
 def training(page: Page, device: str) -> None:
-    """What the optimizer costs alone, and two ranks against one with the double batch."""
+    """Measures the cost of the optimizer with one rank, and two ranks against one with the double batch."""
     _, alone = launch(1, "train", device)
     if alone:
         cost = alone[0]["wrapped"] / alone[0]["plain"] - 1
@@ -280,7 +280,7 @@ def registered(page: Page, device: str) -> None:
 
 
 def estimator(page: Page, device: str) -> None:
-    """What the reader feeds a TorchEstimator, which must be enough for a GPU that takes a million rows a second."""
+    """Measures the rows that a TorchEstimator's reader delivers; the goal is a million rows a second for a GPU."""
     name = "a TorchEstimator's GPU gets 1 M rows/s"
     try:
         from gpu_estimator import GOAL, measure

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An estimator whose GPU takes a million rows a second: what the reader feeds it, next to rows that lie on the GPU.
 
-The model holds the GPU for three quarters of the time that a batch has at that rate, so whoever reaches it has kept the
-GPU waiting for less than the rest. On a CPU it holds nothing, which shows that the measurement works.
+The model holds the GPU for three quarters of the time that a batch has at that rate, so a reader with that rate keeps
+the GPU waiting for less than the rest of the time. On a CPU it holds nothing, which shows that the measurement works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GOAL = 1_000_000
 """Rows a second."""
 COLUMNS, BATCH, FILES, EPOCHS = 20, 8192, 8, 3
 BUSY = 0.75
-"""Of the time that a batch has, how much the model takes for itself."""
+"""Share of a batch's time that the model itself takes."""
 
 
 def write(folder: Path, rows: int) -> None:
@@ -44,7 +44,7 @@ def write(folder: Path, rows: int) -> None:
 
 
 def cycles_of(seconds: float) -> int:
-    """How many cycles of the GPU take so long."""
+    """Returns the number of GPU cycles in a duration."""
     told = 100_000_000
     times: list[float] = []
     for _ in range(4):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a rank does in each check of `gpu_check.py`; on any device, so that it is tried where there is no GPU."""
+"""Programs of the ranks in `gpu_check.py`; they run on any device, so that they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def correct(device: str, folder: Path) -> dict[str, Any]:
-    """Which operations gave wrong results."""
+    """Describes the operations with wrong results."""
     del folder
     hvd.init()
     rank, size = hvd.rank(), hvd.size()

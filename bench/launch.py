@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How long 64 workers on 4 hosts take to be up: `farandole run` next to `mpirun`, both by ssh, on the same hosts.
+"""Time until 64 workers on 4 hosts are up: `farandole run` next to `mpirun`, both by ssh, on the same hosts.
 
 Hosts are namespaces of this machine, each with an sshd of its own (tests/launch/bed.py). `up` is the time from the
 start of the launcher until the last worker has passed a barrier of all. The workers' programs import the same;
@@ -64,8 +64,8 @@ def words(launcher: str, bed: Bed, workers: int) -> list[object]:
     program = [sys.executable, f"by_{launcher}.py"]
     if launcher == "farandole":
         return [sys.executable, "-m", "farandole", "run", "-np", workers, "-H", hosts, *program]
-    # It has to be told of more processes than cores: they would spin in each other's way. It forwards no variable by
-    # itself.
+    # `mpirun` needs an option for more processes than cores: otherwise they would spin in each other's way. It forwards
+    # no variable by itself.
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     flags += ["--mca", "btl", "self,vader,tcp"]
     flags += ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
@@ -74,7 +74,7 @@ def words(launcher: str, bed: Bed, workers: int) -> list[object]:
 
 
 def stamps(running: list[Running]) -> list[dict[str, float]]:
-    """What the workers have printed, whatever their launcher puts before it."""
+    """Returns the times that workers printed, without the prefixes of their launcher."""
     lines = (line for one in running for line in one.lines if "{" in line)
     return [json.loads(line[line.index("{") :]) for line in lines]
 

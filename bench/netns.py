@@ -4,8 +4,8 @@
 
 Every host has a network, IPC and host-name namespace of its own and a veth pair to a bridge in this process's
 namespace, where the registrar listens. Worlds run at the speed of the machine, then shaped by `tc tbf`. Rows alternate
-between the two libraries; `cpu` is the processor time of one call in milliseconds, over all ranks. Writes
-bench/results/netns.json.
+between the two libraries, and from 64 KiB on float32 that travels as bfloat16 (`Compression.bf16`). `cpu` is the
+processor time of one call in milliseconds, over all ranks. Writes bench/results/netns.json.
 
     bench/netns.sh [--hosts 2 4] [--ranks-per-host 1] [--rates 0 2gbit] [--sizes 1024 67108864] [--seconds 2]
 """
@@ -36,6 +36,8 @@ SUBNET = "10.231.77"
 HUB = 254
 ROUNDS = 5
 """Turns of each library per size."""
+COMPRESSED_FROM = 64 << 10
+"""Bytes from which on float32 is also sent as bfloat16."""
 
 
 def command(*words: str) -> None:
@@ -77,7 +79,7 @@ class Host:
         self.process.stdin.flush()
 
     def lines(self) -> Iterator[str]:
-        """What the agent and its ranks print."""
+        """Returns the lines that the agent and its ranks print."""
         assert self.process.stdout is not None
         return (line.rstrip("\n") for line in self.process.stdout)
 
@@ -153,6 +155,10 @@ def measure(sizes: list[int], seconds: float) -> None:
             "farandole": lambda tensor=tensor, name=name: hvd.allreduce_(tensor, name=name, op=hvd.Sum),
             "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
         }
+        if size >= COMPRESSED_FROM:
+            calls["bf16"] = lambda tensor=tensor, name=name: hvd.allreduce(
+                tensor, name=f"{name}.bf16", op=hvd.Sum, compression=hvd.Compression.bf16
+            )
         counts = {}
         for library, call in calls.items():
             # Ranks must agree on the number of calls: rank 0 decides by what one call takes.
@@ -167,7 +173,7 @@ def measure(sizes: list[int], seconds: float) -> None:
                 before = cpu()
                 times[library] += turn(call, counts[library])
                 spent[library] += (cpu() - before) / (counts[library] + min(20, counts[library])) / ROUNDS
-                if not bool((tensor[: 1 << 10] > 1.0).all()):
+                if library != "bf16" and not bool((tensor[: 1 << 10] > 1.0).all()):
                     sys.exit("netns: a wrong sum")
         total = torch.tensor([spent[library] * 1e3 for library in calls], dtype=torch.float64)
         dist.all_reduce(total)
@@ -212,11 +218,16 @@ def run(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[str, 
 def show(row: dict[str, Any]) -> None:
     """Prints one row of each library, and the ratio of medians."""
     row["ratio"] = row["farandole"]["p50"] / row["gloo"]["p50"]
-    for library in ("farandole", "gloo"):
+    for library in ("farandole", "gloo", "bf16"):
+        if library not in row:
+            continue
         times = row[library]
         numbers = " ".join(f"{times[key]:>9.1f}" for key in ("min", "p50", "p99"))
         speed = row["bytes"] / times["p50"] / 1e3
         tail = f"  {row['ratio']:.3f} x gloo" if library == "farandole" else ""
+        if library == "bf16":
+            row["of_float32"] = times["p50"] / row["farandole"]["p50"]
+            tail = f"  {row['of_float32']:.3f} x float32"
         count = f"{human(row['bytes']):>8}  {library:<9} {times['count']:>6}"
         print(f"{count} {numbers} {times['cpu_ms']:>8.2f} {speed:>6.2f}{tail}")
 

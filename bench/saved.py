@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where results go: files below bench/results, with the commit and the machine they were measured on."""
+"""Writes results below bench/results, with the commit and the machine."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a rank holds and how long a world takes to form, by hosts and ranks: counted in real processes.
+"""Resources of a rank and the time to form a world, by hosts and ranks: counted in real processes.
 
 Hosts are namespaces of this machine (UTS: they differ in their names), so ranks of different hosts are linked by TCP
 over the loopback device. `sockets`, `descriptors`, `threads` and `resident` are those of the rank that has most, after
@@ -60,7 +60,7 @@ hvd.shutdown()
 
 
 def measure(hosts: int, each: int) -> dict[str, Any]:
-    """What the ranks of a world hold, and when it was formed."""
+    """Counts the resources of the ranks of a world, and measures the time to form it."""
     size = hosts * each
     told = {
         "HOROVOD_SIZE": str(size),

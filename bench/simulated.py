@@ -113,7 +113,7 @@ def copied() -> float:
 
 
 def simulated(hosts: int, each: int, facts: dict[str, float], sizes: list[int]) -> list[dict[str, Any]]:
-    """What the command says."""
+    """Returns the rows that the command prints."""
     options = {
         "ranks": hosts * each,
         "hosts": hosts,

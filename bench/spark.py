@@ -60,7 +60,7 @@ def same(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def plain(store: str) -> dict[str, Any]:
-    """What both estimators are told."""
+    """Returns the parameters of both estimators."""
     return {
         "feature_cols": [[f"x{index}" for index in range(COLUMNS)]],
         "label_cols": ["y"],
@@ -136,7 +136,7 @@ def floors(spark: Any, frame: Any, scratch: str, rounds: int, module: str) -> di
 
 
 class Table:
-    """What was measured, row by row."""
+    """Measured values, row by row."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a driver holds while its estimator fits more rows than it could: the same fit of few rows and of many.
+"""Memory of a driver whose estimator fits more rows than fit in it: the same fit of few rows and of many.
 
 Executors are processes of their own, so that what the driver's Python and its JVM hold is the driver's alone.
 
@@ -68,7 +68,8 @@ class Watch(threading.Thread):
 
 def session(scratch: str) -> Any:
     """A session with two executors of one core."""
-    # Executors of a local cluster work inside Spark's home, whatever they are told: one of links goes with the rest.
+    # Executors of a local cluster always work inside Spark's home, so it is a directory of links, which is deleted with
+    # the rest.
     import pyspark  # noqa: PLC0415 - as above
     from pyspark.sql import SparkSession  # noqa: PLC0415 - after the environment is set
 

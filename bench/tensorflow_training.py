@@ -216,7 +216,7 @@ def loop(batch: int, steps: int, mirrored: bool) -> float:
 
 
 def mirror(rank: int, size: int) -> None:
-    """Tells tf.distribute who is there: every rank finds a free port, all learn of all."""
+    """Configures tf.distribute: every rank finds a free port, and all ranks learn all ports."""
     import farandole.numpy as arrays  # noqa: PLC0415
 
     with socket.socket() as free:
@@ -252,7 +252,7 @@ def worker(what: str, batch: int, steps: int, threads: int) -> None:
 
 
 def judged(times: dict[str, float]) -> Iterator[str]:
-    """What the figures of operations are measured by."""
+    """Yields comparisons for the times of operations."""
     ours, theirs = times.get("farandole.tensorflow"), times.get("farandole.torch")
     nothing, step = times.get("op that does nothing"), times.get("step with DistributedGradientTape")
     if ours is not None and theirs is not None:

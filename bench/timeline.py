@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the timeline of all ranks costs: steps with it and without it, alternately in the same processes.
+"""Cost of the timeline of all ranks: steps with it and without it, alternately in the same processes.
 
     python bench/timeline.py [--ranks 2] [--blocks 40] [--steps 15]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How long the run viewer's page takes in Debian's Chromium: a list of 1,000 runs, and a run of 1,000,000 points.
+"""Time of the run viewer's page in Debian's Chromium: a list of 1,000 runs, and a run of 1,000,000 points.
 
     python bench/ui.py [--runs 1000] [--points 1000000] [--tries 5]
 

@@ -40,7 +40,7 @@ Lines = list[str]
 
 @cache
 def package() -> griffe.Module:
-    """The parsed package, with its re-exported names followed to where they are defined."""
+    """Returns the parsed package, with its re-exported names followed to where they are defined."""
     loader = griffe.GriffeLoader(search_paths=[str(SOURCES)], docstring_parser=griffe.Parser.google)
     loaded = loader.load("farandole", try_relative_path=False)
     loader.resolve_aliases(implicit=False, external=False)
@@ -48,12 +48,12 @@ def package() -> griffe.Module:
 
 
 def target(member: Any) -> Any:
-    """Where a name is defined."""
+    """Returns the object that defines a name."""
     return member.final_target if member.is_alias else member
 
 
 def docstring(thing: Any) -> Lines:
-    """A docstring as Markdown: the text as it is, each Google section as a list."""
+    """Returns a docstring as Markdown: the text as it is, each Google section as a list."""
     if not thing.docstring:
         return []
     lines: Lines = []
@@ -80,7 +80,7 @@ def entries(items: Iterable[Any]) -> Iterator[str]:
 
 
 def signature(function: Any, *, method: bool) -> str:
-    """The parameters and the result as the source writes them."""
+    """Returns the parameters and the result as the source writes them."""
     parts: list[str] = []
     star = False
     parameters = list(function.parameters)
@@ -109,13 +109,13 @@ def signature(function: Any, *, method: bool) -> str:
 
 
 def directive(kind: str, title: str, body: Lines, width: int) -> Lines:
-    """A directive of Sphinx's Python domain around `body`."""
+    """Returns a directive of Sphinx's Python domain around `body`."""
     fence = "`" * width
     return [f"{fence}{{py:{kind}}} {title}", "", *body, fence, ""]
 
 
 def documented(member: Any, title: str, kind: str, width: int, *, method: bool = False) -> Lines:
-    """A function or method."""
+    """Returns a function or method."""
     thing = target(member)
     return directive(kind, title + signature(thing, method=method), docstring(thing), width)
 
@@ -141,7 +141,7 @@ class Stated(NamedTuple):
 
 
 def stated(attribute: Any) -> Stated | None:
-    """The parameter that an attribute states, if it is one."""
+    """Returns the parameter that an attribute states, if it is one."""
     kind = str(attribute.annotation or "")
     if not kind.startswith("Parameter["):
         return None
@@ -153,7 +153,7 @@ def stated(attribute: Any) -> Stated | None:
 
 
 def of_parameters(cls: Any) -> list[Stated]:
-    """The parameters of a class, those of its base classes first."""
+    """Returns the parameters of a class, those of its base classes first."""
     found: dict[str, Stated] = {}
     for base in (*reversed(cls.mro()), cls):
         for member in base.members.values():
@@ -163,7 +163,7 @@ def of_parameters(cls: Any) -> list[Stated]:
 
 
 def of_class(cls: Any, title: str, width: int) -> Lines:
-    """A class: its constructor, its parameters, its public attributes and methods, inherited ones included."""
+    """Returns a class: its constructor, its parameters, its public attributes and methods, inherited ones included."""
     body = docstring(cls)
     init = cls.all_members.get("__init__")
     call = signature(target(init), method=True) if init is not None else ""
@@ -198,7 +198,7 @@ def of_class(cls: Any, title: str, width: int) -> Lines:
 
 
 def of_module(path: str) -> Lines:
-    """The page of one module: its docstring, then each name of its `__all__`."""
+    """Returns the page of one module: its docstring, then each name of its `__all__`."""
     module = package() if path == "farandole" else package()[path.removeprefix("farandole.")]
     lines = directive("module", path, [], WIDTH) + docstring(module)
     modules: Lines = []
@@ -225,7 +225,7 @@ class Api(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """The reference as nodes of the page."""
+        """Returns the reference as nodes of the page."""
         self.env.note_dependency(str(SOURCES / self.arguments[0].replace(".", "/") / "__init__.py"))
         return self.parse_text_to_nodes("\n".join(of_module(self.arguments[0])), allow_section_headings=True)
 

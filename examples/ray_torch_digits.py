@@ -12,7 +12,7 @@ from farandole.ray import RayExecutor
 
 
 class Trainer:
-    """What each rank keeps."""
+    """A rank's state and methods."""
 
     def __init__(self, lr):
         import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Who survives a shipwreck, from a table with words and holes in it, as people have it: nothing is prepared by hand.
+"""Predicts who survives a shipwreck, from a raw table with words and missing values.
 
 Run it with the path of a CSV file that has the Titanic's columns `Survived, Pclass, Sex, Age, SibSp, Parch, Fare,
 Embarked`; without one it makes such a table up. Categories and what takes the place of missing values are learned, the

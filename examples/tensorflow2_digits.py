@@ -59,7 +59,7 @@ def step(x, y):
     return loss
 
 
-# The ranks start from different weights, until rank 0's are everybody's.
+# The ranks start with different weights, until all get those of rank 0.
 hvd.broadcast_variables([*network.trainable_variables, *velocities], root_rank=0)
 for _epoch in range(12):
     for x, y in dataset:

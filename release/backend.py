@@ -84,7 +84,7 @@ def _add(archive: tarfile.TarFile, name: str, file: Path) -> None:
 
 
 def version() -> str:
-    """The version of the package."""
+    """Returns the version of the package."""
     found = re.search(r'^__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"no __version__ in {PACKAGE / '__init__.py'}")
@@ -92,7 +92,7 @@ def version() -> str:
 
 
 def epoch() -> int:
-    """Seconds since 1970 that stand for the time of the build: `SOURCE_DATE_EPOCH`, else the time of the commit."""
+    """Returns the time of the build in seconds since 1970: `SOURCE_DATE_EPOCH`, else the time of the commit."""
     told = os.environ.get("SOURCE_DATE_EPOCH")
     if told is not None:
         return int(told)

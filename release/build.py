@@ -32,7 +32,7 @@ LIMIT = 15_000_000
 ROOT = backend.ROOT
 WORK = ROOT / "target" / "dist"
 TARGETS = ROOT / "target" / "zig"
-"""What cargo builds for releases. It stays, so that a second release compiles only this workspace."""
+"""Build directory of releases. It is kept, so that a second release compiles only this workspace."""
 BIN = Path(sys.executable).parent
 
 

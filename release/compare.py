@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def members(file: Path) -> dict[str, str]:
-    """The SHA-256 of each file inside of an archive."""
+    """Returns the SHA-256 of each file inside of an archive."""
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as archive:
             contents = {name: archive.read(name) for name in archive.namelist()}

@@ -20,7 +20,7 @@ from typing import Any
 LINKED = ("farandole-python", "farandole-tensorflow")
 """The crates whose libraries are files of the wheel."""
 PAGE_LOCK = "crates/ui/page/package-lock.json"
-"""What npm packs into the page of the run viewer, whose files contain the licences."""
+"""Packages of npm in the page of the run viewer, whose files contain the licences."""
 TEXTS = re.compile(r"(?i)^(licen[cs]e|copying|copyright|notice|unlicense)")
 
 
@@ -51,7 +51,7 @@ def linked(tree: Path, target: str) -> tuple[dict[str, Any], dict[str, list[str]
 
 
 def texts(package: dict[str, Any]) -> dict[str, str]:
-    """The licence files of a package, those of C sources inside of it included."""
+    """Returns the licence files of a package, those of C sources inside of it included."""
     home = Path(package["manifest_path"]).parent
     found = sorted(file for file in home.rglob("*") if file.is_file() and TEXTS.match(file.name))
     return {
@@ -62,7 +62,7 @@ def texts(package: dict[str, Any]) -> dict[str, str]:
 
 
 def notices(packages: dict[str, Any]) -> str:
-    """The text of `LICENSE-THIRD-PARTY.txt`: all crates, then each licence text once, under the crates that have it."""
+    """Returns the text of `LICENSE-THIRD-PARTY.txt`: all crates, then each licence text once, with its crates."""
     lines = ["Crates that are linked into the libraries of this wheel, with the licences that their authors offer.", ""]
     lines += ["The standard library of Rust is linked as well: MIT OR Apache-2.0.", ""]
     owners: dict[str, list[str]] = defaultdict(list)
@@ -81,7 +81,7 @@ def notices(packages: dict[str, Any]) -> str:
 
 
 def bill(packages: dict[str, Any], uses: dict[str, list[str]], tree: Path, version: str) -> dict[str, Any]:
-    """A CycloneDX document: each crate with version, licence and the checksum of `Cargo.lock`."""
+    """Returns a CycloneDX document: each crate with version, licence and the checksum of `Cargo.lock`."""
     lock = tomllib.loads((tree / "Cargo.lock").read_text())
     sums = {(one["name"], one["version"]): one.get("checksum") for one in lock["package"]}
     purls = {key: f"pkg:cargo/{package['name']}@{package['version']}" for key, package in packages.items()}

@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Trial:
-    """What one environment gets and what runs in it.
+    """One environment: its packages, and the program that runs in it.
 
     Attributes:
         packages: Requirements besides the wheel.
@@ -115,7 +115,7 @@ ON_ONE_PYTHON = {"source", "torch-oldest", "torch-newest", "spark-oldest", "spar
 
 
 def pythons() -> dict[str, str]:
-    """The interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
+    """Returns the interpreters on the path and in pyenv by version, oldest first. Nothing is downloaded."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = {}
     for version in VERSIONS:
@@ -127,13 +127,13 @@ def pythons() -> dict[str, str]:
 
 
 def _is(version: str, python: str) -> bool:
-    """Whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
+    """Returns whether an interpreter is of this version; a shim of pyenv may lead nowhere."""
     command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == version
 
 
 def tool(name: str) -> str:
-    """A program beside this interpreter."""
+    """Returns a program beside this interpreter."""
     return str(Path(sys.executable).parent / name)
 
 

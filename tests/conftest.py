@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What holds for every test."""
+"""Fixtures of all tests."""
 
 import signal
 

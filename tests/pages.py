@@ -30,10 +30,10 @@ class Block:
     kind: str
     text: str
     why_not: str | None
-    """Why no test executes it."""
+    """Reason why no test executes it."""
 
     def __str__(self) -> str:
-        """Where it is."""
+        """Names the page, the kind and the number of the block."""
         return f"{self.page}, {self.kind} block {self.number}"
 
 

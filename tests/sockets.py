@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a process listens on, asked of the kernel."""
+"""Sockets on which a process listens, as the kernel lists them."""
 
 
 def listening(pid="self"):

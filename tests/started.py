@@ -55,7 +55,7 @@ class Ended:
 
     @property
     def place(self) -> list[int]:
-        """What `SUM` has said: rank, size, local rank and size, cross rank and size, and who took part."""
+        """The printed place: rank, size, local rank and size, cross rank and size, and the sum over all ranks."""
         lines = [line.split()[1:] for line in self.out.splitlines() if line.startswith("place ")]
         assert self.status == 0, self.err
         assert len(lines) == 1, self.out + self.err
@@ -126,12 +126,12 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def places(ended: Ended) -> list[list[int]]:
-    """What all ranks have said, by rank."""
+    """Returns the places that all ranks printed, by rank."""
     assert ended.status == 0, ended.err
     lines = [line.split() for line in ended.out.splitlines() if "place " in line]
     return sorted([int(number) for number in line[line.index("place") + 1 :]] for line in lines)
 
 
 def world(size: int) -> list[list[int]]:
-    """What the ranks of one host say."""
+    """Returns the places that the ranks of one host print."""
     return [[rank, size, rank, size, 0, 1, 2**size - 1] for rank in range(size)]

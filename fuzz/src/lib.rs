@@ -16,7 +16,7 @@ use farandole_config::environment;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Seconds of a target that nobody gave a budget.
+/// Seconds of a target without a budget.
 const QUICK: u64 = 1;
 
 /// Numbers that depend on the seed alone.
@@ -88,7 +88,7 @@ pub fn cases(mut case: impl FnMut(&mut Random)) {
     let number = |name: &str| environment(name).and_then(|text| text.trim().parse::<u64>().ok());
     let asked = number("FARANDOLE_FUZZ_SECONDS");
     let budget = Duration::from_secs(asked.unwrap_or(QUICK));
-    // Nobody asked for more than a glance: the same cases every time.
+    // Without a budget, the same few cases run every time.
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let first = number("FARANDOLE_FUZZ_SEED").unwrap_or_else(|| asked.map_or(0, |_| clock()));
     let end = Instant::now() + budget;
@@ -102,7 +102,7 @@ pub fn cases(mut case: impl FnMut(&mut Random)) {
     }
 }
 
-/// How many times longer than its limit a case may take on a busy machine.
+/// Factor by which a case may exceed its limit on a busy machine.
 const BUSY: u32 = 12;
 
 /// Asserts at its end that a case took no longer than a limit.

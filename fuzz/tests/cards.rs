@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Cards at the meeting point and tickets that are damaged or made up: who reads them goes on or says what is wrong.
+//! Damaged or invented cards at the meeting point, and tickets: their reader continues or reports the problem.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;

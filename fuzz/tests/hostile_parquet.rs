@@ -262,7 +262,7 @@ fn bomb() {
     cases(|random| {
         match read("memory://bomb", &["id", "text"], random) {
             Err(error) => assert!(error.to_string().contains("the byte budget is"), "{error}"),
-            // Numbers alone, as nobody has asked for texts.
+            // Only numbers, because texts were not requested.
             Ok(found) => assert_eq!(found, rows),
         }
     });

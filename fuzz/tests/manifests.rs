@@ -54,7 +54,7 @@ fn sound(store: &Store) -> Value {
     serde_json::from_str(&manifest.to_json().unwrap()).unwrap()
 }
 
-/// Where all values of a tree are, in order, that hold no others.
+/// Finds the paths of all values that hold no others, in order.
 fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
     match value {
         Value::Array(all) => {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody on the way between two ranks, who forwards handshakes and everything else but for one piece of it: no byte is
-//! accepted that was not sent.
+//! A relay between two ranks, which forwards handshakes and everything else except one piece: no byte is accepted
+//! that was not sent.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[expect(dead_code, reason = "tests of the crate use more of it")]
@@ -66,7 +66,7 @@ fn send(mut link: Link) {
     }
 }
 
-/// How many bytes were accepted before the link ended, each the one that was sent.
+/// Receives bytes until the link ends, and returns their number; each must be the one that was sent.
 fn receive(link: &mut Link) -> (usize, Error) {
     let limit = Instant::now() + PATIENCE;
     let mut seen = 0;
@@ -88,7 +88,7 @@ fn receive(link: &mut Link) -> (usize, Error) {
 }
 
 #[test]
-fn nothing_that_somebody_on_the_way_does_makes_a_rank_accept_his_bytes() {
+fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
     cases(|random| {
         let streams = if random.below(3) == 0 { 2 } else { 1 };
         let way = if random.below(2) == 0 { Way::ToAcceptor } else { Way::ToDialer };

@@ -18,7 +18,7 @@ use farandole_transport::{Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How long a stranger waits for an answer.
+/// Time that a stranger waits for an answer.
 const LISTENS: Duration = Duration::from_millis(20);
 const KEY: [u8; 32] = [5; 32];
 
@@ -86,7 +86,7 @@ impl Stream for UnixStream {
     }
 }
 
-/// What a stranger says, and whether it then waits for the door to close.
+/// Sends a stranger's bytes, and waits perhaps until the door closes.
 fn bother(stream: &mut dyn Stream, random: &mut Random, hello: &[u8]) {
     stream.limit();
     let words = match random.below(4) {
@@ -147,7 +147,7 @@ fn besieged(kind: LinkKind, strange: [u8; 32]) {
                 bother(&mut TcpStream::connect(address).unwrap(), random, &words);
             }
         }
-        // New links form, old ones go on.
+        // New links form, old ones continue.
         if links.len() < 8 {
             channel += 1;
             let open = |mesh: &Mesh, peer| mesh.open(channel, &[Rank(peer)], 4096).unwrap().remove(0);

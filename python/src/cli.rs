@@ -29,8 +29,8 @@ struct Here {
     meanwhile: Arc<Mutex<Vec<PyErr>>>,
 }
 
-/// What an exit status that a signal handler raised asks for: Ctrl-C leaves time, SIGTERM less, and a second one of
-/// either none.
+/// Returns the wish that follows from the exit status of a signal handler: Ctrl-C leaves time, SIGTERM less, and a
+/// second one of either none.
 fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
     const SIGINT: i32 = 128 + 2;
     let status = error
@@ -45,7 +45,7 @@ fn asked(py: Python<'_>, error: &PyErr, before: Wish) -> Wish {
 }
 
 impl Here {
-    /// The found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
+    /// Returns the found value; a value that cannot be found is shown as missing. A signal meanwhile is not lost.
     fn found<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
         found.unwrap_or_else(|error| {
             if !error.is_instance_of::<PyException>(py) {
@@ -80,7 +80,7 @@ impl Surroundings for Here {
                 .and_then(|module| module.call_method1("main", (words.to_vec(),))?.extract());
             called.map_err(|error| {
                 let message = error.to_string();
-                // Interrupts and exits go on their way.
+                // Interrupts and exits are passed on.
                 if !error.is_instance_of::<PyException>(py) {
                     self.raised.borrow_mut().get_or_insert(error);
                 }
@@ -163,10 +163,11 @@ impl Watch for Watched {
     }
 }
 
-/// Which distributions have files of which module: a framework comes under several names, `tensorflow-cpu` among them.
+/// Returns the distributions that have files of each module: a framework comes under several names, `tensorflow-cpu`
+/// among them.
 fn modules(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<Distribution>>> {
     let metadata = py.import("importlib.metadata")?;
-    // A distribution whose metadata is broken provides nothing, and is nobody's problem here.
+    // A distribution with broken metadata provides nothing, and is no error here.
     let provider = |name: String| -> Option<Distribution> {
         let version = metadata.call_method1("version", (&name,)).ok()?.extract().ok()?;
         Some(Distribution { name: name.to_lowercase().replace('_', "-"), version })

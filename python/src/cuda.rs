@@ -40,7 +40,7 @@ fn failed(error: farandole::collectives::Error) -> PyErr {
     raise(error.fault(), &error)
 }
 
-/// Every library and GPU: its name, whether it can be used, and its version and place or why not.
+/// Returns every library and GPU: its name, whether it can be used, and its version and place or why not.
 #[pyfunction]
 #[pyo3(signature = (named, packages, /))]
 fn inventory(py: Python<'_>, named: &str, packages: Vec<PathBuf>) -> Vec<(String, bool, String)> {
@@ -49,7 +49,7 @@ fn inventory(py: Python<'_>, named: &str, packages: Vec<PathBuf>) -> Vec<(String
     findings.into_iter().map(|finding| (finding.name, finding.works, finding.detail)).collect()
 }
 
-/// Whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
+/// Returns whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
 #[pyfunction]
 #[pyo3(signature = (packages, /))]
 fn built(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
@@ -58,7 +58,7 @@ fn built(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
     Ok(py.detach(|| cuda::built(&places)))
 }
 
-/// Bytes of the buffer that tensors of so many elements are packed into.
+/// Returns the bytes of the buffer that tensors of so many elements are packed into.
 #[pyfunction]
 #[pyo3(signature = (counts, number, /))]
 fn packed_bytes(counts: Vec<u64>, number: u8) -> PyResult<u64> {
@@ -127,7 +127,7 @@ impl Kernels {
         unsafe { self.0.reduce(dtype, &inputs, out, count, stream) }.map_err(told)
     }
 
-    /// Bytes that `adasum` needs for itself.
+    /// Returns the bytes that `adasum` needs for itself.
     #[staticmethod]
     #[pyo3(signature = (count, /))]
     fn adasum_scratch(count: u64) -> u64 {
@@ -152,7 +152,7 @@ impl Kernels {
     }
 }
 
-/// NCCL's communicator of one member, to compare what is put around NCCL with NCCL itself.
+/// NCCL's communicator of one member, to compare the work around NCCL with NCCL itself.
 #[pyclass(frozen, module = "farandole._native.cuda")]
 struct Ring {
     communicator: Mutex<NcclCommunicator<GpuLane>>,

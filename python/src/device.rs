@@ -19,7 +19,7 @@ use crate::tensor::Gathered;
 /// A GPU's number and a stream's handle; nothing for host memory.
 pub(crate) type Given = Option<(u32, usize)>;
 
-/// Where a tensor is, and what its values come after.
+/// The memory of a tensor, and the work that its values wait for.
 #[derive(Clone)]
 pub(crate) struct Spot {
     pub(crate) place: Place,
@@ -36,7 +36,7 @@ impl Spot {
 pub(crate) struct Spots(Vec<((u32, usize), Spot)>);
 
 impl Spots {
-    /// The spot of a tensor.
+    /// Returns the spot of a tensor.
     ///
     /// # Errors
     /// `FarandoleEnvironmentError` when there is no such GPU.
@@ -76,7 +76,7 @@ pub(crate) struct DeviceMemory(NcclMemory);
 
 #[pymethods]
 impl DeviceMemory {
-    /// The memory as bytes, by the CUDA array interface, version 2: whoever uses it keeps this object.
+    /// Returns the memory as bytes, by the CUDA array interface, version 2: its user keeps this object.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let described = PyDict::new(py);
@@ -88,7 +88,8 @@ impl DeviceMemory {
     }
 }
 
-/// Memory of a GPU that communicators of NCCL register, for work in the order of a stream; `None` when none is asked for, or this version gives none.
+/// Returns memory of a GPU that communicators of NCCL register, for work in the order of a stream; `None` when none
+/// is asked for, or this version gives none.
 #[pyfunction]
 #[pyo3(signature = (ordinal, stream, bytes, /))]
 pub(crate) fn device_memory(
@@ -117,7 +118,7 @@ impl Reached {
 
 #[pymethods]
 impl Reached {
-    /// The GPU.
+    /// Returns the GPU.
     #[getter]
     fn ordinal(&self) -> u32 {
         self.event.ordinal()
@@ -136,7 +137,7 @@ impl Reached {
         self.event.hold(stream).map_err(|error| raise(error.fault(), &error))
     }
 
-    /// Whether the result is there.
+    /// Returns whether the result is there.
     fn is_ready(&self) -> PyResult<bool> {
         self.event.is_ready().map_err(|error| raise(error.fault(), &error))
     }

@@ -17,19 +17,19 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(joins, module)?)
 }
 
-/// Takes note that all ranks have joined: unnamed operations of the table are numbered anew.
+/// Takes note that all ranks have joined: the numbers of unnamed operations of the table begin again.
 #[pyfunction]
 fn joined() {
     farandole_ffi::joined();
 }
 
-/// How often all ranks have joined in this session.
+/// Returns the number of times that all ranks have joined in this session.
 #[pyfunction]
 fn joins() -> u64 {
     farandole_ffi::joins()
 }
 
-/// A capsule named `farandole.door` with the table's address, which stays valid until the process ends.
+/// Returns a capsule named `farandole.door` with the table's address, which stays valid until the process ends.
 #[pyfunction]
 fn capsule(py: Python<'_>) -> PyResult<Py<PyAny>> {
     let table: NonNull<c_void> = NonNull::from(farandole_ffi::door()).cast();

@@ -49,7 +49,7 @@ struct Lines(mpsc::SyncSender<News>);
 
 impl Sink for Lines {
     fn accept(&self, record: Record) {
-        // A job that nobody listens to ends soon.
+        // A job without a listener ends soon.
         drop(self.0.send(match record {
             Record::Log(line) => News::Line(line),
             Record::Metric(metric) => News::Metric(metric),
@@ -74,7 +74,7 @@ impl Discovery for Asked {
 }
 
 impl Asked {
-    /// A dictionary of slots by host, in its order; a host without a number has those of `slots_per_host`.
+    /// Returns a dictionary of slots by host, in its order; a host without a number has those of `slots_per_host`.
     fn read(&self, told: &Bound<'_, PyAny>) -> PyResult<Vec<HostSlots>> {
         let mut hosts = Vec::new();
         for item in told.call_method0("items")?.try_iter()? {
@@ -150,7 +150,7 @@ impl PyElasticJob {
         Self::start(ElasticJob { elastic, work, journal: None }, discovery)
     }
 
-    /// What has been heard since the last call, oldest first, waiting up to `timeout` seconds for the first:
+    /// Returns the events since the last call, oldest first, waiting up to `timeout` seconds for the first:
     /// `("line", (rank, stream, text))`, `("metric", (task, rank, kind, data))`, `("loss", sentence)`, `("world", (generation, task and host by rank))`, and last
     /// `("ended", outcomes)` or `("failed", exception)`.
     fn news(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<(&'static str, Py<PyAny>)>> {
@@ -163,7 +163,7 @@ impl PyElasticJob {
         [first].into_iter().chain(rest).map(|news| told(py, news)).collect()
     }
 
-    /// Has the job end: with time for last checkpoints the first time, soon the second, at once the third.
+    /// Ends the job: with time for last checkpoints the first time, soon the second, at once the third.
     fn end(&self) {
         let before = self.wish.load(Ordering::Acquire);
         self.wish.store(before.saturating_add(1).min(3), Ordering::Release);

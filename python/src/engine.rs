@@ -64,13 +64,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(wait, module)?)
 }
 
-/// Whether the gradients of collectives are Horovod's, by this process's configuration.
+/// Returns whether the gradients of collectives are Horovod's, by this process's configuration.
 #[pyfunction]
 fn has_horovods_gradients() -> PyResult<bool> {
     Ok(configuration(&[])?.gradient_convention == Gradients::Horovod)
 }
 
-/// Where this process sits.
+/// The place of this process in the world.
 #[pyclass(frozen, module = "farandole._native.engine")]
 struct World(Arc<world::World>);
 
@@ -159,13 +159,13 @@ fn host(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String> {
     py.detach(|| session::host(size, one_host)).map_err(|error| raise(error.fault(), &error))
 }
 
-/// The identity of this machine's memory: equal in processes that may share memory.
+/// Returns the identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
 fn here() -> String {
     farandole::registrar::host::facts().hash().0
 }
 
-/// A variable and its value for the processes that this one starts: they have not its rank.
+/// Returns a variable and its value for the processes that this one starts: they have not its rank.
 #[pyfunction]
 fn holder() -> Option<(&'static str, String)> {
     session::holder()
@@ -192,15 +192,15 @@ fn interruptible<T: Send>(
     }
 }
 
-/// Every process set: its number and its ranks.
+/// Returns every process set: its number and its ranks.
 #[pyfunction]
 fn process_sets() -> PyResult<BTreeMap<u32, Vec<u32>>> {
     let sets = current()?.process_sets();
     Ok(sets.into_iter().map(|(set, ranks)| (set.0, ranks.into_iter().map(|rank| rank.0).collect())).collect())
 }
 
-/// Where this world has taken over the process sets of the world before, the numbers of those that `init` was asked for
-/// when the job began; `None` where it has begun with what `init` was asked for.
+/// Returns the numbers of the process sets that this world has taken over from the world before, of those that `init`
+/// was asked for when the job began; `None` if it has begun with those that `init` was asked for.
 #[pyfunction]
 fn carried_process_sets() -> PyResult<Option<Vec<u32>>> {
     Ok(current()?.carried_sets().map(|sets| sets.into_iter().map(|set| set.0).collect()))
@@ -423,7 +423,7 @@ fn barrier(name: String, process_set: u32) -> PyResult<u64> {
     submit(Request::barrier(name, ProcessSetId(process_set)), true)
 }
 
-/// Whether the handle's result can still be waited for.
+/// Returns whether the handle's result can still be waited for.
 #[pyfunction]
 #[pyo3(signature = (handle, /))]
 fn is_pending(handle: u64) -> bool {
@@ -522,7 +522,7 @@ fn submit_group<T>(
     Ok(handles.into_iter().map(|handle| handle.0).collect())
 }
 
-/// Memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
+/// Returns memory for tensors that operations work on again and again: the other ranks of this host work in it, too.
 #[pyfunction]
 #[pyo3(signature = (bytes, /))]
 fn mapped(bytes: usize) -> PyResult<Mapped> {

@@ -15,7 +15,7 @@ import_exception!(farandole.common.exceptions, FarandoleInternalError);
 import_exception!(farandole.common.exceptions, FarandoleUsageError);
 import_exception!(farandole.common.exceptions, WorkerDismissed);
 
-/// The exception for `error`.
+/// Returns the exception for `error`.
 pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
     let message = chain(error);
     match fault {
@@ -26,7 +26,7 @@ pub(crate) fn raise(fault: Fault, error: &dyn Error) -> PyErr {
     }
 }
 
-/// The message of `error` followed by those of its sources, leaving out what a wrapper already said.
+/// Returns the message of `error` followed by those of its sources, leaving out what a wrapper already said.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut message = error.to_string();
     let mut source = error.source();

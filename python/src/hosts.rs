@@ -40,14 +40,14 @@ pub(crate) fn error(failure: &Error) -> PyErr {
     raise(failure.fault(), failure)
 }
 
-/// The network of the first of these interfaces that this host has.
+/// Returns the network of the first of these interfaces that this host has.
 #[pyfunction]
 fn network_of(interfaces: Vec<String>) -> PyResult<String> {
     farandole::registrar::host::network_of(&interfaces).map_err(|failure| registrar_error(&failure))
 }
 
-/// Where this process may listen, by its configuration: an address of this host, where one is named, and the first and the
-/// last port.
+/// Returns the address and the ports on which this process may listen, by its configuration: an address of this host,
+/// if one is named, and the first and the last port.
 #[pyfunction]
 fn listening() -> PyResult<(Option<String>, u16, u16)> {
     let config = configuration(&[])?;
@@ -75,7 +75,7 @@ fn slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(String
     Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())
 }
 
-/// The tasks of this host, and `(host, first task, task after the last)` of every other one.
+/// Returns the tasks of this host, and `(host, first task, task after the last)` of every other one.
 #[pyfunction]
 fn place(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
     let hosts: Vec<HostSlots> = hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
@@ -139,13 +139,14 @@ impl PyRemote {
             lasting: false,
         };
         let (sender, notices) = mpsc::channel();
-        // Notices that nobody takes any more are of a job that is over.
+        // Notices without a receiver belong to a job that is over.
         let remote = Remote::start(tasks, move |notice| drop(sender.send(notice)))
             .map_err(|failure| error(&failure))?;
         Ok(Self { remote, notices: Mutex::new(notices) })
     }
 
-    /// What has been heard since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
+    /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended", task, outcome)`,
+    /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     fn news(&self, py: Python<'_>) -> PyResult<Vec<News>> {
         let notices: Vec<Notice> = self.notices.lock().try_iter().collect();
@@ -173,7 +174,7 @@ impl PyRemote {
     }
 }
 
-/// The program that was asked for, else the batch system's own, else ssh.
+/// Returns the program that was asked for, else the batch system's own, else ssh.
 pub(crate) fn shell(
     command: Option<&str>,
     port: Option<u16>,

@@ -21,9 +21,9 @@ use crate::error::raise;
 use crate::registrar::{configuration, error as registrar_error, numbers};
 use crate::runtime::wait;
 
-/// How long a worker's first report may take to reach the registrar, and its last ones at exit.
+/// Longest time in which a worker's first report must reach the registrar, and its last ones at exit.
 const REPORT: Duration = Duration::from_secs(10);
-/// How long an interrupted agent may take to end its worker.
+/// Longest time in which an interrupted agent must end its worker.
 const ENDING: Duration = Duration::from_secs(30);
 
 /// Whether the interpreter's exit waits for the last records.
@@ -38,7 +38,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(flush_reports, module)?)
 }
 
-/// How a worker ended.
+/// The outcome of a worker.
 #[pyclass(frozen, get_all, name = "Outcome", module = "farandole._native.launcher")]
 pub(crate) struct PyOutcome {
     rank: Option<u32>,

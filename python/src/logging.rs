@@ -61,26 +61,26 @@ fn number(level: LogLevel) -> u8 {
     LEVELS.iter().find(|(_, one)| *one == level).map_or(0, |(number, _)| *number)
 }
 
-/// The least grave level that a level of Python's lets through.
+/// Returns the least grave level that a level of Python's lets through.
 fn level(number: u8) -> LogLevel {
     LEVELS.iter().find(|(least, _)| *least >= number).map_or(LogLevel::Fatal, |(_, level)| *level)
 }
 
-/// Level, whether somebody asked for it, and whether lines go without the time.
+/// Level, whether it was configured, and whether lines go without the time.
 #[pyfunction]
 fn settings() -> PyResult<(u8, bool, bool)> {
     let config = Config::from_env().map_err(|error| raise(Fault::Usage, &error))?;
     Ok((number(config.log_level), config.given.contains(&"log_level"), config.log_hide_time))
 }
 
-/// As `telemetry::log::keep`.
+/// Like `telemetry::log::keep`.
 #[pyfunction]
 #[pyo3(signature = (number, hide_time, /))]
 fn keep(py: Python<'_>, number: u8, hide_time: bool) -> bool {
     py.detach(|| log::keep(level(number), hide_time))
 }
 
-/// As `telemetry::log::take`: events, and how many were lost before them.
+/// Like `telemetry::log::take`: events, and how many were lost before them.
 #[pyfunction]
 #[pyo3(signature = (seconds, /))]
 fn take(py: Python<'_>, seconds: u32) -> Option<(Vec<Record>, u64)> {
@@ -91,7 +91,7 @@ fn take(py: Python<'_>, seconds: u32) -> Option<(Vec<Record>, u64)> {
     })
 }
 
-/// As `telemetry::log::end`.
+/// Like `telemetry::log::end`.
 #[pyfunction]
 fn end(py: Python<'_>) {
     py.detach(log::end);

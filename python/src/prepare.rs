@@ -93,7 +93,7 @@ fn is_whole(py: Python<'_>, url: &str, spec: &str, part: Vec<u8>) -> PyResult<bo
     py.detach(|| prepare::is_whole(url, spec, &Summary::decode(&part)?)).map_err(refuse)
 }
 
-/// Files, bytes, and what is wrong.
+/// Files, bytes, and problems.
 #[pyfunction]
 fn verify(py: Python<'_>, url: &str) -> PyResult<(usize, u64, Vec<String>)> {
     let verified = py.detach(|| {

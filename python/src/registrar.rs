@@ -34,7 +34,7 @@ pub(crate) fn error(error: &registrar::Error) -> PyErr {
     raise(error.fault(), error)
 }
 
-/// The configuration of this process, changed by what the caller gave.
+/// Returns the configuration of this process, changed by what the caller gave.
 pub(crate) fn configuration(given: &[(&str, Option<String>)]) -> PyResult<Config> {
     let arguments: BTreeMap<String, String> = given
         .iter()
@@ -165,7 +165,7 @@ impl PyRegistrar {
         Ok(Self { inner })
     }
 
-    /// The meeting point of a job whose workers come by themselves, and go.
+    /// Returns the meeting point of a job whose workers come by themselves, and go.
     #[staticmethod]
     #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None, host=None, bind=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
@@ -187,7 +187,7 @@ impl PyRegistrar {
         ])?;
         let timeout = Duration::try_from_secs_f64(timeout)
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-        // Where workers come by themselves nobody is kept from a host.
+        // If workers come by themselves, no host is excluded.
         let cooldown = (Duration::ZERO, Duration::ZERO);
         let elastic = Elastic { first, least, most, spares: 0, timeout, reset_limit, cooldown };
         let options = Options::from_config(most, &config);
@@ -199,6 +199,10 @@ impl PyRegistrar {
 
     fn dismiss(&self, py: Python<'_>, task: u32, reason: &str) -> PyResult<()> {
         py.detach(|| self.inner.dismiss(TaskId(task), reason)).map_err(|failure| error(&failure))
+    }
+
+    fn publish(&self, py: Python<'_>, key: &str, value: &[u8]) -> PyResult<()> {
+        py.detach(|| self.inner.publish(key, value)).map_err(|failure| error(&failure))
     }
 
     #[getter]

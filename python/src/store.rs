@@ -23,7 +23,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(localized_path, module)?)
 }
 
-/// The exception for what a store said: the builtin ones, since that is what callers of files expect.
+/// Returns the exception for what a store said: the builtin ones, since that is what callers of files expect.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub(crate) fn refuse(error: Error) -> PyErr {
     let message = chain(&error);
@@ -77,10 +77,10 @@ impl Store {
         py.detach(|| self.0.create(path, data)).map_err(refuse)
     }
 
-    #[pyo3(signature = (lasts = None))]
-    fn take(&self, py: Python<'_>, lasts: Option<f64>) -> PyResult<Option<String>> {
+    #[pyo3(signature = (lasts = None, job = None))]
+    fn take(&self, py: Python<'_>, lasts: Option<f64>, job: Option<&str>) -> PyResult<Option<String>> {
         let lasts = lasts.map(duration).transpose()?;
-        py.detach(|| store::take(&self.0, SystemTime::now(), lasts)).map_err(refuse)
+        py.detach(|| store::take(&self.0, SystemTime::now(), lasts, job)).map_err(refuse)
     }
 
     #[pyo3(signature = (lasts = None))]
@@ -261,7 +261,7 @@ fn configure(prefix: &str, options: BTreeMap<String, String>) {
     store::configure(prefix, store::Options(options));
 }
 
-/// The options of a URL, by the names that other readers over `object_store` know.
+/// Returns the options of a URL, by the names that other readers over `object_store` know.
 #[pyfunction]
 fn options_of(url: &str) -> PyResult<BTreeMap<String, String>> {
     store::options_of(url).map_err(refuse)

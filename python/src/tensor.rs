@@ -18,8 +18,8 @@ use pyo3::prelude::*;
 
 use crate::error::raise;
 
-/// Memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is consumed;
-/// that is the contract of the whole module `engine`.
+/// Returns memory of a contiguous tensor. The caller on the Python side keeps it valid until the operation is
+/// consumed; that is the contract of the whole module `engine`.
 ///
 /// # Errors
 /// `ValueError` when the shape is larger than any memory, or nothing is at the address.
@@ -46,15 +46,15 @@ pub(crate) fn slice<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a 
     if count == 0 {
         return Ok(&[]);
     }
-    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`; no
-    // argument overlaps one that is written, and nobody else writes to it during the call.
+    // SAFETY: `farandole.torch.compress` passes addresses of live tensors with their own lengths; any bits are a `T`;
+    // no argument overlaps one that is written, and no other code writes to it during the call.
     Ok(unsafe { std::slice::from_raw_parts(place(address, count)?, count) })
 }
 
-/// As [`slice`], to write to.
+/// Like [`slice`], to write to.
 ///
 /// # Errors
-/// As [`slice`].
+/// Like [`slice`].
 pub(crate) fn slice_mut<'a, T: Plain>(address: usize, count: usize) -> PyResult<&'a mut [T]> {
     if count == 0 {
         return Ok(&mut []);
@@ -77,7 +77,7 @@ fn place<T>(address: usize, count: usize) -> PyResult<*mut T> {
     Ok(pointer)
 }
 
-/// The dtype with this number.
+/// Returns the dtype with this number.
 ///
 /// # Errors
 /// `ValueError` when there is none.
@@ -85,7 +85,7 @@ pub(crate) fn dtype(number: u8) -> PyResult<DataType> {
     DataType::from_wire(number).ok_or_else(|| PyValueError::new_err(format!("no such dtype: {number}")))
 }
 
-/// The reduction with this number.
+/// Returns the reduction with this number.
 ///
 /// # Errors
 /// `ValueError` when there is none.
@@ -107,7 +107,7 @@ enum Store {
 }
 
 impl Gathered {
-    /// The engine's memory, if the operation brought any.
+    /// Returns the engine's memory, if the operation brought any.
     pub(crate) fn of(completion: Completion) -> Option<Self> {
         let store = match (completion.output, completion.room) {
             (Some(memory), _) => Store::Host(memory),
@@ -131,7 +131,7 @@ impl Gathered {
         }
     }
 
-    /// The GPU that the memory is on, if it is on one.
+    /// Returns the GPU that the memory is on, if it is on one.
     #[getter]
     fn ordinal(&self) -> Option<u32> {
         match &self.store {
@@ -143,12 +143,12 @@ impl Gathered {
         }
     }
 
-    /// Has a stream of the GPU move all bytes to an address there, once they are there, and gives the memory back behind
+    /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the memory behind
     /// that. Once only; returns at once.
     #[pyo3(signature = (address, stream, /))]
     fn fetch(&self, address: usize, stream: usize) -> PyResult<()> {
         let (Store::Device(room, reached), Some(ordinal)) = (&self.store, self.ordinal()) else {
-            return Err(PyValueError::new_err("what was gathered is in host memory"));
+            return Err(PyValueError::new_err("the gathered tensor is in host memory"));
         };
         let to = buffer(address, DataType::U8, &[self.__len__() as u64], Place::Device(ordinal))?;
         // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives for ever.
@@ -156,13 +156,13 @@ impl Gathered {
         room.fetch(&to, reached.as_ref(), stream).map_err(|error| raise(error.fault(), &error))
     }
 
-    /// Exports the memory, writable: its one user is whoever holds this object.
+    /// Exports the memory, writable: its one user is the holder of this object.
     ///
     /// # Safety
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let Store::Host(memory) = &slf.get().store else {
-            return Err(PyBufferError::new_err("what was gathered is on a GPU"));
+            return Err(PyBufferError::new_err("the gathered tensor is on a GPU"));
         };
         // SAFETY: the view comes from Python, and the object keeps its memory.
         unsafe { export(memory, slf.as_any(), view, flags) }
@@ -260,9 +260,9 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
     }
     py.detach(|| {
         for (to, from, bytes) in copies.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
-            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. Nobody else
-            // uses the target meanwhile, and nobody writes the source: an optimizer waits for copies of another thread
-            // before its step. Both were seen to have nothing in common.
+            // SAFETY: the caller passes the addresses of two live tensors of this length and waits for the call. No
+            // other code uses the target meanwhile, and none writes the source: an optimizer waits for copies of
+            // another thread before its step. Both were seen to have nothing in common.
             let (from, to) = unsafe {
                 (
                     std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), bytes),

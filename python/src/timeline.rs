@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole._native.timeline`: what can be seen of this process from outside.
+//! `farandole._native.timeline`: the timeline of this process.
 
 use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ fn stop_timeline(py: Python<'_>) -> PyResult<()> {
     py.detach(|| session.engine().stop_timeline()).map_err(|error| raise(error.fault(), &error))
 }
 
-/// Whether a timeline is written here.
+/// Returns whether a timeline is written here.
 #[pyfunction]
 fn has_timeline() -> bool {
     session::current().is_ok_and(|session| session.engine().has_timeline())
@@ -62,14 +62,14 @@ fn leave_phase() {
     }
 }
 
-/// A descriptor, the caller's to close, with a byte for every question; see `Stacks` of the session.
+/// Returns a descriptor, the caller's to close, with a byte for every question; see `Stacks` of the session.
 #[pyfunction]
 fn listen_for_stacks() -> PyResult<i32> {
     let reader = current()?.stacks().listen().map_err(PyOSError::new_err)?;
     Ok(OwnedFd::from(reader).into_raw_fd())
 }
 
-/// Answers who asked.
+/// Answers the question.
 #[pyfunction]
 #[pyo3(signature = (text, /))]
 fn give_stacks(text: &str) {

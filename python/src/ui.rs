@@ -71,7 +71,7 @@ impl Viewer {
     }
 }
 
-/// A summary as Python has it: JSON for its fields, and lines for people.
+/// Returns a summary as Python has it: JSON for its fields, and lines for people.
 fn told(summary: &Summary) -> (String, Vec<String>) {
     (summary.json(), summary.lines())
 }

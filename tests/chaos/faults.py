@@ -48,7 +48,7 @@ class Job:
         return 0, 0
 
     def progress(self, limit: float, what: str, size: int | None = None) -> None:
-        """Waits until steps go on, in a world of this size if one is given."""
+        """Waits until steps continue, in a world of this size if one is given."""
         before = self.steps()[0]
 
         def fits() -> bool:
@@ -95,26 +95,48 @@ class Job:
                     worlds.setdefault(int(words[1]), {})[words[2]] = words[4], int(words[3])
         return list(worlds[max(worlds)].values())
 
+    def used(self) -> list[str]:
+        """Hosts that are listed."""
+        return [name for name, slots in self.listed.items() if slots]
+
+    def reduced(self) -> list[str]:
+        """Hosts that are not listed with all their slots."""
+        return [name for name, slots in self.listed.items() if slots < SLOTS]
+
+    def full(self) -> list[str]:
+        """Hosts that are listed with all their slots and have as many workers."""
+        listed = (name for name, slots in self.listed.items() if slots == SLOTS)
+        return [name for name in listed if len(self.workers(self.bed[name])) == SLOTS]
+
+    def descriptors(self) -> int:
+        """The largest number of files and sockets that a worker has open."""
+        counts = [0]
+        for host in self.hosts():
+            for pid in self.workers(host):
+                with suppress(OSError):
+                    counts.append(len(os.listdir(f"/proc/{pid}/fd")))
+        return max(counts)
+
     def list(self) -> None:
-        """Has the discovery script list what there is."""
+        """Lets the discovery script list the present hosts."""
         head = self.bed["head"]
         text = "".join(f"{name}:{slots}\n" for name, slots in self.listed.items() if slots)
         head.write("hosts.new", text)
         head.run("mv", "hosts.new", "hosts")
 
     def said(self) -> str:
-        """What the launcher itself has said."""
+        """Returns the output of the launcher itself."""
         return self.running.err.read_text(errors="replace")
 
 
 def is_worker(process: object) -> bool:
-    """Whether a process is a worker: agents and shells have the same words behind others."""
+    """Returns whether a process is a worker: agents and shells have the same words behind others."""
     argv = getattr(process, "argv", ())
     return len(argv) == 2 and "python" in argv[0]
 
 
 def inner(pid: int) -> int:
-    """What a process of a host is called there; 0 when it is gone."""
+    """Returns the process id that a host's process has inside its namespace; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -246,7 +268,7 @@ def unreachable(job: Job, host: Host) -> None:
 
 
 def reaches(host: Host, other: Host) -> bool:
-    """Whether the sshd of another host accepts a connection of a host within a second."""
+    """Returns whether the sshd of another host accepts a connection of a host within a second."""
     return host.run("timeout", "1", "bash", "-c", f"</dev/tcp/{other.address}/{other.port}").returncode == 0
 
 
@@ -295,11 +317,8 @@ def script_hangs(job: Job) -> str:
 
 def remove(job: Job) -> str:
     """A host is no longer listed."""
-    listed = [name for name, slots in job.listed.items() if slots]
-    if len(listed) < 3:
-        return add(job)
     kept, _ = job.survivor()
-    name = job.chance.choice([name for name in listed if name != kept.name])
+    name = job.chance.choice([name for name in job.used() if name != kept.name])
     job.listed[name] = 0
     job.list()
     until(lambda: not job.workers(job.bed[name]), f"the workers of {name} to leave", 90.0)
@@ -308,9 +327,7 @@ def remove(job: Job) -> str:
 
 def add(job: Job) -> str:
     """Hosts that were removed are listed again."""
-    back = [name for name, slots in job.listed.items() if slots < SLOTS]
-    if not back:
-        return remove(job)
+    back = job.reduced()
     job.listed = dict.fromkeys(job.names, SLOTS)
     job.list()
     until(lambda: all(job.workers(job.bed[name]) for name in back), f"workers on {back}", 90.0)
@@ -319,10 +336,7 @@ def add(job: Job) -> str:
 
 def fewer_slots(job: Job) -> str:
     """A host has a slot less."""
-    listed = [name for name, slots in job.listed.items() if slots == SLOTS and len(job.workers(job.bed[name])) == SLOTS]
-    if not listed:
-        return add(job)
-    name = job.chance.choice(listed)
+    name = job.chance.choice(job.full())
     job.listed[name] = SLOTS - 1
     job.list()
     until(lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0)
@@ -360,3 +374,15 @@ FAULTS: dict[Callable[[Job], str], int] = {
     kill_launcher: 2,
 }
 """Every fault, and how often it is drawn beside the others."""
+POSSIBLE: dict[Callable[[Job], str], Callable[[Job], bool]] = {
+    remove: lambda job: len(job.used()) > 2,
+    add: lambda job: bool(job.reduced()),
+    fewer_slots: lambda job: bool(job.full()),
+}
+"""Conditions of faults that cannot always happen."""
+
+
+def draw(job: Job) -> Callable[[Job], str]:
+    """One of the faults that can happen now."""
+    found = {fault: often for fault, often in FAULTS.items() if fault not in POSSIBLE or POSSIBLE[fault](job)}
+    return job.chance.choices(list(found), weights=list(found.values()))[0]

@@ -29,7 +29,7 @@ def problem() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(state: ObjectState) -> None:
-    """Trains from where the state is."""
+    """Trains from the position of the state."""
     inputs, targets = problem()
     generation = engine.world().generation
     print(f"world {generation} {hvd.rank()} {os.getpid()} {socket.gethostname()}", flush=True)
@@ -62,7 +62,7 @@ def train(state: ObjectState) -> None:
 
 
 def main() -> None:
-    """Joins, trains, and says what came out."""
+    """Joins, trains, and prints the result."""
     hvd.init()
     state = ObjectState(
         hvd.broadcast_object,

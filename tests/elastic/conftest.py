@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of elastic training share: started launchers that end with their test."""
+"""Fixtures for tests of elastic training: launchers that end with their test."""
 
 from tests.launcher.conftest import launch
 

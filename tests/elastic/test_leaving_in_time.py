@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A worker that is told of its end leaves at its next commit: the others go on, and it is no failure."""
+"""A worker with a notice of its end leaves at its next commit: the others continue, and it is no failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(tmp_path: Path) -> Train:
 
 
 def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
-    """Sees that one is gone, that the others went on from what they had, and that nobody calls it a failure."""
+    """Checks that one is gone, that the others continued with their state, and that no message calls it a failure."""
     pids = {one["pid"] for rank, one in enumerate(before) if rank != who}
     after = members(run, len(pids))
     assert {one["pid"] for one in after} == pids
@@ -53,14 +53,14 @@ def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler of its own for a signal: a notice that was heeded takes it away."""
+    """Returns whether a process has a handler of its own for a signal: a notice that was heeded takes it away."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def is_connected(pid: int) -> bool:
-    """Whether a worker has opened its connection to the registrar, as `init` does first."""
+    """Returns whether a worker has opened its connection to the registrar, as `init` does first."""
     return any(os.readlink(entry).startswith("socket:") for entry in Path(f"/proc/{pid}/fd").iterdir())
 
 
@@ -110,7 +110,7 @@ def test_a_worker_whose_notice_is_over_before_its_commit_is_no_failure_either(la
     finish(run, 2)
 
 
-def test_a_spare_that_is_told_to_leave_does_so_without_a_word(launch: Start, train: Train) -> None:
+def test_a_dismissed_spare_leaves_without_a_message(launch: Start, train: Train) -> None:
     says = "import os\nprint(f'pid {os.getpid()}', flush=True)\n"
     run = launch("-np", 2, "--min-np", 1, "--spares", 1, *SLOW, *train(before=says))
     known = {one["pid"] for one in members(run, 2)}

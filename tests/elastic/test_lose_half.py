@@ -40,7 +40,7 @@ def say(epoch, hvd):
     print(f"epoch {epoch} rank {hvd.rank()} size {hvd.size()} pid {os.getpid()}", flush=True)
 
 def goes_on(epoch, hvd, everywhere):
-    # In the middle it waits for the fault, and for those who replace the lost ones.
+    # In the middle it waits for the fault, and for the replacements of lost workers.
     grown = not DISTURBED or epoch < EPOCHS // 2 or everywhere(float(os.path.exists("whole")))
     if not grown:
         time.sleep(0.5)  # leaves the cores to those who import their frameworks; the file ends it
@@ -129,7 +129,7 @@ PATIENCE = 120.0
 
 
 def latest(run: Launch) -> dict[int, dict[str, int]]:
-    """What each rank has said last, by rank."""
+    """Returns the last values that each rank printed, by rank."""
     said: dict[int, dict[str, int]] = {}
     for line in run.out.read_text().splitlines():
         if ":epoch " in line:
@@ -145,14 +145,14 @@ def pids(run: Launch) -> set[int]:
 
 
 def stands(run: Launch, size: int, epoch: int) -> bool:
-    """Whether all ranks of a world of this size have come to this epoch."""
+    """Returns whether all ranks of a world of this size have come to this epoch."""
     assert run.process.poll() is None, run.err.read_text()
     said = latest(run)
     return all(rank in said and said[rank]["size"] == size and said[rank]["epoch"] >= epoch for rank in range(size))
 
 
 def accuracy(run: Launch, size: int) -> float:
-    """That of all ranks, which is one."""
+    """Returns the accuracy, which is the same on all ranks."""
     assert run.process.wait(PATIENCE) == 0, run.err.read_text()
     results = [json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line]
     assert len(results) == size

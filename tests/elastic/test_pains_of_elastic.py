@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What hurt users of Horovod's elastic training, each named after what they saw. Numbers: the list of pains."""
+"""Problems that users of Horovod's elastic training reported, one a test. Numbers: the list of pains."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0
 
 
 def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
-    """What each rank has said of its sets in the last of so many worlds of this size."""
+    """Returns each rank's lines about its process sets in the last of `worlds` worlds of this size."""
     found: dict[int, list[str]] = {}
 
     def fits() -> bool:

@@ -34,7 +34,7 @@ def run(*flags: object, worker: str = str(WORKER), limit: float = 120.0, **plan:
 
 
 ALONE = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 600, 600)
-"""Nobody takes the place of those that are lost."""
+"""Lost workers are not replaced."""
 
 
 def expected(members: list[list[int]]) -> list[list[float]]:
@@ -65,7 +65,7 @@ def same(found: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def members(lost: dict[int, int]) -> list[list[int]]:
-    """Who takes part in each step when workers are lost in these."""
+    """Returns the workers that take part in each step, if each lost worker is lost at its step."""
     return [[who for who in range(4) if lost.get(who, STEPS) > step] for step in range(STEPS)]
 
 

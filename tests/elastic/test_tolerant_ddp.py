@@ -38,7 +38,7 @@ def test_a_rank_that_is_lost_in_its_backward_pass_is_not_in_the_average_and_no_s
 
 
 @pytest.mark.slow
-def test_ranks_whose_reduction_failed_get_the_result_of_those_who_have_it() -> None:
+def test_ranks_whose_reduction_failed_get_the_result_of_ranks_that_have_it() -> None:
     found, _ = run(*ALONE, ends=[[0, 5, "fails"], [2, 5, "fails"]], ddp={"gradient_as_bucket_view": True})
     assert is_close(same(found), expected(members({})))
     assert [one["seen"] for one in found] == [STEPS] * 4
@@ -212,7 +212,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     told: list[list[int]] = []
     records: list[dict[str, Any]] = []
     others = [[[1, 1, 0]], [], [[1, 1, 0]]]
-    """Of each world: one rank has finished the step, and is lost; nobody has; one has again."""
+    """Fault of each world: one rank has finished the step, and is lost; nobody has; one has again."""
 
     def statuses(own: torch.Tensor, name: str) -> torch.Tensor:
         del name

@@ -37,7 +37,7 @@ def model() -> torch.nn.Module:
 
 
 def batch(identity: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a worker trains on in a step."""
+    """Returns the inputs and targets of a worker in a step."""
     random = torch.Generator().manual_seed(1000 * identity + step)
     inputs = torch.randn(5, 6, generator=random, dtype=torch.float64)
     return inputs, inputs.sum(1, keepdim=True)
@@ -75,7 +75,7 @@ def wait_for_finished(folder: Path, step: int, count: int) -> None:
 
 
 def fail_once(folder: Path, step: int, others: int) -> None:
-    """Has the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
+    """Makes the next reduction of an optimizer fail on this rank, after so many other ranks have finished it."""
     reduce = TolerantReducer._reduce
 
     def fail(reducer: TolerantReducer) -> None:
@@ -88,7 +88,7 @@ def fail_once(folder: Path, step: int, others: int) -> None:
 
 
 def fail_once_in_ddp(folder: Path, step: int, others: int) -> None:
-    """As `fail_once`, in DDP."""
+    """Like `fail_once`, in DDP."""
     from farandole.torch.distributed import _fault_tolerant
 
     reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take

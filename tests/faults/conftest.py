@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every experiment needs."""
+"""Fixtures of all experiments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_and_last_world() -> Iterator[None]:
-    """What a process keeps for good (the thread of its clients) is there before anything is counted.
+    """Forms a world before the first experiment and after the last, so that objects kept for good are not counted.
 
     Each world shows that one starts right after what happened to the world before; the last one does for the last.
     """

@@ -111,7 +111,7 @@ class _Trial:
         assert len(done) == self.cell.ranks, self.job.story()
 
     def disagrees(self) -> None:
-        """Every rank hears who submitted what, and all go on."""
+        """Every rank gets an error with all ranks' submissions, and all continue."""
         everybody = range(self.cell.ranks)
         told = self.job.until({"mismatch", "failed", "unharmed"}, everybody, 20)
         done = self.job.until({"done", "failed", "unharmed"}, everybody, 20)
@@ -144,7 +144,7 @@ class _Trial:
             assert own is not None, f"rank {victim} itself heard nothing: {self.job.story()}"
             assert own["kind"] in ERRORS, own
             if self.fault.link:
-                # There is nothing wrong with it: it has to know as soon as everybody else, and as much.
+                # There is nothing wrong with it: it has to learn as soon as all others, and as much.
                 self.note(victim, own["at"] - began, own["text"], self.deadline(victim))
                 self.names(self.guilty(victim), own["text"])
             self.judge_later(own)
@@ -172,7 +172,7 @@ class _Trial:
             self.pair, connection = connections.busiest(victim)
             if self.fault.name == "drop":
                 connection.silence()
-                # Nothing is lost, and nobody can know, before something is sent.
+                # Nothing is lost, and no rank can know, before something is sent.
                 limit = time.monotonic() + 10
                 while not connection.waits:
                     assert time.monotonic() < limit, f"nothing was sent where it is silent: {self.job.story()}"
@@ -191,9 +191,9 @@ class _Trial:
         return {other for other in range(self.cell.ranks) if (hosts[other] == hosts[self.cell.victim]) == inside}
 
     def guilty(self, rank: int) -> set[int]:
-        """Of whom a rank has to name one."""
+        """Returns the ranks of which a rank's error must name one."""
         if self.fault.name == "partition":
-            # Whoever is on one side misses somebody on the other.
+            # A rank on one side misses a rank on the other.
             return set(range(self.cell.ranks)) - self.side(rank)
         return set(self.pair) or {self.cell.victim}
 
@@ -223,7 +223,7 @@ class _Trial:
         assert message["leaving_took"] < 2 * ELSEWHERE + HOPS * self.pace.longest, message
 
     def judge_ends(self, outcomes: list[Any]) -> None:
-        """How the processes ended: by themselves, but for the one that was killed."""
+        """Checks that each process ended by itself, except the one that was killed."""
         for rank, outcome in enumerate(outcomes):
             expected: tuple[int | None, int | None] = (0, None)
             if rank == self.cell.victim and self.fault.name in ("kill", "orphan"):

@@ -113,7 +113,7 @@ class Job:
                 continue  # it is gone
 
     def until(self, what: Collection[str], ranks: Collection[int], timeout: float) -> dict[int, dict[str, Any]]:
-        """Waits until each of these ranks has told one of these things; returns who has."""
+        """Waits until each of these ranks has reported one of these events; returns the ranks."""
         deadline = time.monotonic() + timeout
         while True:
             told = {
@@ -128,7 +128,7 @@ class Job:
                 self._hear(key.data)
 
     def began(self) -> float:
-        """When the victim did what it was to do to itself."""
+        """Returns the time at which the victim carried out the fault on itself."""
         return float((self.folder / BEGAN).read_text())
 
     def _hear(self, rank: int) -> None:
@@ -143,7 +143,7 @@ class Job:
         self.messages[rank].extend(json.loads(line) for line in lines)
 
     def story(self) -> str:
-        """What happened, for a message."""
+        """Describes the outcomes, for a message."""
         tails = "\n".join(
             f"task {task}: {outcome!r}\n{getattr(outcome, 'stderr_tail', '')}"
             for task, outcome in enumerate(self.outcomes)

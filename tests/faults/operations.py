@@ -38,7 +38,7 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Where it is."""
+        """The address of the values."""
         return self.values.buffer_info()[0]
 
     def __len__(self) -> int:
@@ -244,7 +244,7 @@ OPERATIONS: Final[dict[str, Callable[..., Attempt]]] = {
 
 
 def vote(ballot: bool) -> bool:
-    """Whether any rank says yes: the same answer everywhere."""
+    """Returns whether any rank says yes: the same answer everywhere."""
     source, target = Block.of(float(ballot), 1), Block.of(0, 1)
     handle = engine.allreduce("vote", FLOAT32, (1,), source.address, target.address, SUM, 1.0, 1.0, 0, True)
     Attempt([handle], lambda _: True, source, target).finish()

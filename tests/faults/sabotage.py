@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 PIDFD_GETFD: Final = 438
 SO_ATTACH_FILTER: Final = 26
 PROBES: Final = 3
-"""Where `struct tcp_info` counts questions without an answer."""
+"""Offset at which `struct tcp_info` counts questions without an answer."""
 UNACKED: Final = 24
-"""Where it counts packets that were not confirmed."""
+"""Offset at which it counts packets that were not confirmed."""
 BYTES_ACKED: Final = 120
-"""Where it counts bytes that arrived at the other end; those received follow."""
+"""Offset at which it counts bytes that arrived at the other end; those received follow."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,7 +100,7 @@ def _address(name: tuple[str, int]) -> tuple[str, int]:
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Where a process listens."""
+    """Returns the addresses on which a process listens."""
     found = []
     for one in _sockets(pid):
         with one:
@@ -110,7 +110,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 class Connections:
-    """Those among some processes."""
+    """The connections between some processes."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.of: dict[tuple[int, int], list[Connection]] = {}

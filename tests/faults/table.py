@@ -52,13 +52,13 @@ TURN: Final = 6
 
 @dataclass(frozen=True)
 class Fault:
-    """How a fault is made and judged."""
+    """A fault, and how its results are judged."""
 
     name: str
     kind: str
-    """The end of a rank, a break between ranks, ranks that disagree, or what nobody should notice."""
+    """The end of a rank, a break between ranks, ranks that disagree, or a fault without any effect."""
     inside: bool = False
-    """The rank does it to itself, when it is told."""
+    """The rank does it to itself, on request."""
     survivable: bool = False
     link: bool = False
     """It needs a connection between two ranks."""
@@ -116,7 +116,7 @@ class Cell:
 
 
 def is_meaningful(cell: Cell) -> bool:
-    """Whether the fault can happen there."""
+    """Returns whether the fault can happen there."""
     if FAULTS[cell.fault].link and cell.transport == "memory":
         return False
     if cell.transport == "both" and cell.ranks < 4:
@@ -131,7 +131,7 @@ def every_cell() -> list[Cell]:
 
 
 def _pairs(cell: Cell) -> Iterator[tuple[str, object, str, object]]:
-    """What a cell covers: any two of its factors, but of operation and fault the fault's kind.
+    """Yields the pairs that a cell covers: any two of its factors; an operation is paired with the fault's kind only.
 
     All operations with all faults would be more pairs than a short run has cells.
     """

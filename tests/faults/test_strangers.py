@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Whoever does not hold the job's key is refused at every port of a running job, and changes nothing."""
+"""A process without the job's key is refused at each port of a running job, and changes nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE: Final = 8.0
-"""Seconds after which a stranger who only waits has been turned away."""
+"""Seconds after which a silent stranger has been refused."""
 ROUNDS: Final = 20
 
 
 class Exploit:
-    """Leaves a trace where somebody unpickles it."""
+    """Leaves a trace when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -37,7 +37,7 @@ class Exploit:
 
 
 def payloads(trace: Path) -> list[bytes]:
-    """What an attacker, a scanner or a broken program sends."""
+    """Returns the bytes that an attacker, a scanner or a broken program sends."""
     chance = random.Random(7)
     exploit = [pickle.dumps(Exploit(trace), protocol) for protocol in (0, 2, 5)]
     framed = [len(exploit[2]).to_bytes(size, order) + exploit[2] for size in (4, 8) for order in ("big", "little")]
@@ -54,7 +54,7 @@ def payloads(trace: Path) -> list[bytes]:
 
 
 def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
-    """What is heard before the other end hangs up; one that keeps the connection open raises `TimeoutError`."""
+    """Returns the bytes received until the peer closes the connection; raises `TimeoutError` if it stays open."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(socket.socket(family))
@@ -75,7 +75,7 @@ def refusal(address: tuple[str, int], payload: bytes, tls: bool) -> bytes:
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
-def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_goes_on(transport: str, tmp_path: Path) -> None:
+def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(transport: str, tmp_path: Path) -> None:
     cell = Cell("allreduce", "strangers", transport, 2)
     trace = tmp_path / "unpickled"
     plan = {"operation": "allreduce", "fault": "none", "victim": -1, "inside": False, "survivable": False}

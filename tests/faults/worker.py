@@ -41,7 +41,7 @@ GRACE: Final = 5.0
 
 
 class CallerError(Exception):
-    """What a caller's own code may raise."""
+    """An error of the caller's own code."""
 
 
 class Rank:
@@ -83,7 +83,7 @@ class Rank:
                 self.tell("unharmed")
                 return
             if time.monotonic() > end:
-                # Who was stopped meanwhile has not looked since: its last step may have come before that.
+                # A process that was stopped meanwhile has not looked since: its last step may have come before that.
                 late, end = True, time.monotonic() + GRACE
         self.tell("done")
 
@@ -123,7 +123,7 @@ class Rank:
         self.tell("unharmed")
 
     def fork(self) -> None:
-        """A child that tries everything, and one that outlives the test unless somebody ends it."""
+        """A child that tries everything, and one that outlives the test unless it is ended."""
         parent, child = os.pipe()
         if os.fork() == 0:
             refusals = []

@@ -45,9 +45,12 @@ TOOLS = {
     "sshd": "openssh-server",
 }
 """Programs, and the Debian packages that have them."""
+LISTENS = "0A"
+"""The kernel's number for the state of a socket that listens."""
 SEARCH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
-# A child that nobody waits for must not stay in the list of processes: the first process ignores that its children end.
+# A child without a waiting parent must not stay in the list of processes: the first process ignores the ends of its
+# children.
 HOLD = "trap '' CHLD; echo ready; exec cat"
 
 SSHD_CONFIG = f"""
@@ -68,7 +71,7 @@ exec "$SHELL" -c "$SSH_ORIGINAL_COMMAND"
 
 
 def missing() -> str | None:
-    """Why this machine can have no such hosts, and what to do about it; `None` where it can."""
+    """Returns the reason why this machine cannot have such hosts, with a remedy; `None` if it can."""
     if sys.platform != "linux":
         return "needs Linux"
     if os.geteuid() != 0:
@@ -100,7 +103,7 @@ def until(fits: Callable[[], bool], what: Callable[[], object] | str, limit: flo
 
 
 def checked(words: list[str], text: str = "") -> str:
-    """What a program prints that must succeed."""
+    """Returns the output of a program, which must succeed."""
     done = subprocess.run(
         words, input=text, capture_output=True, text=True, timeout=LIMIT, check=False, env={"PATH": SEARCH}
     )
@@ -163,7 +166,7 @@ class Process:
     environ: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Who it is, for messages."""
+        """Describes the process, for messages."""
         return f"{self.host}: {self.pid} {' '.join(self.argv)}"
 
 
@@ -357,7 +360,7 @@ class Host:
         return f"{Path(sys.executable).parent}:/run/bin"
 
     def environment(self, **env: str) -> dict[str, str]:
-        """What a user of this host has in the environment."""
+        """Returns the environment that a user of this host has."""
         usual = {"PATH": SEARCH, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash"}
         usual |= {"LANG": "C.UTF-8", "TMPDIR": "/run/tmp", "OMP_NUM_THREADS": "1"}
         if os.environ.get("PYTHONPATH"):
@@ -409,14 +412,20 @@ class Host:
         return found
 
     def listening(self) -> list[tuple[str, int]]:
-        """Addresses and ports where somebody listens for TCP connections on this host."""
+        """Addresses and ports of TCP listeners on this host."""
+        return [local for local, _, state, _ in self._tcp() if state == LISTENS]
+
+    def connections(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        """Both ends of the TCP connections that a process of this host has; those that the kernel winds up are not."""
+        return [(local, remote) for local, remote, state, inode in self._tcp() if state != LISTENS and inode]
+
+    def _tcp(self) -> list[tuple[tuple[str, int], tuple[str, int], str, int]]:
+        """Its TCP sockets: both ends, the state and the inode, which is 0 if no process has the socket."""
         found = []
         for family in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.hold.pid}/net/{family}").read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == "0A":
-                    address, port = local.split(":")
-                    found.append((readable(address), int(port, 16)))
+                _, local, remote, state, *rest = line.split()
+                found.append((end_of(local), end_of(remote), state, int(rest[5])))
         return found
 
     @property
@@ -425,7 +434,7 @@ class Host:
         return self.hold.holder.poll() is None
 
     def cut(self) -> None:
-        """Lets the switch drop everything from and to this host, as a broken cable far away would: no side is told."""
+        """Lets the switch drop everything from and to this host, as a broken distant cable would: no side notices."""
         self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
     def part(self) -> None:
@@ -447,6 +456,12 @@ class Host:
         self.hold.end()
         if self.sshd is not None:
             self.sshd.wait(LIMIT)
+
+
+def end_of(words: str) -> tuple[str, int]:
+    """Address and port of an end of a socket, as the kernel lists it."""
+    address, port = words.split(":")
+    return readable(address), int(port, 16)
 
 
 def readable(address: str) -> str:
@@ -498,7 +513,7 @@ class Bed:
         return checked([*self.switch.inside("--net"), *words])
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Writes the same file on every host that is on, as somebody copies a program there."""
+        """Writes the same file on every host that is on, as a user copies a program there."""
         for host in self.hosts.values():
             if host.is_on:
                 host.write(path, text, mode)

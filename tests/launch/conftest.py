@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of launches on several hosts share: hosts, and what workers of a test are."""
+"""Fixtures for launches on several hosts, and a description of a test's workers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.launch.bed import LIMIT, Bed, missing
+from tests.needs import skip_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,9 +86,7 @@ def told(output: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def machine() -> None:
     """Skips what needs hosts on a machine that can have none."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without(missing())
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A real Slurm of one node, in a folder of its own: munged, slurmctld and slurmd, on ports of its own."""
+"""A real Slurm on this host, in a folder of its own: munged, slurmctld, and a slurmd for each node, on free ports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
 DAEMONS: Final = ("munged", "slurmctld", "slurmd")
 PROGRAMS: Final = (*DAEMONS, "srun", "sbatch", "sinfo", "squeue", "scancel")
 SEARCH: Final = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+CPUS: Final = 4
+"""Processors of all nodes together."""
 START: Final = 60.0
 """Seconds until the node is ready."""
 CONFIGURATION: Final = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
-SlurmdPort={node}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -50,13 +52,22 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 PlugStackConfig=/dev/null
-NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
+{nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=10 State=UP
 """
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of this host on which nothing listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 def missing() -> str | None:
-    """Why there can be no Slurm here; `None` where there can."""
+    """Returns the reason why Slurm cannot run here; `None` if it can."""
     if os.geteuid() != 0:
         return "a Slurm of a test needs root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
@@ -65,6 +76,11 @@ def missing() -> str | None:
 
 class Slurm:
     """Runs while the context lasts."""
+
+    def __init__(self, *nodes: str) -> None:
+        """Chooses the names of the nodes, all of which are this host; without names, one node has the host's."""
+        self.host = socket.gethostname().split(".")[0]
+        self.nodes = nodes or (self.host,)
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="frn-slurm-"))
@@ -77,7 +93,7 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if len(self._running) == len(DAEMONS):
+        if len(self._running) == len(DAEMONS) - 1 + len(self.nodes):
             # Steps do not end with the daemon that has started them.
             self.run("scancel", "--user=root")
             end = time.monotonic() + START
@@ -94,18 +110,19 @@ class Slurm:
 
     def _start(self) -> None:
         folder = self.folder
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            other.bind(("127.0.0.1", 0))
-            controller, node = one.getsockname()[1], other.getsockname()[1]
-        host = socket.gethostname().split(".")[0]
+        controller, *ports = free_ports(1 + len(self.nodes))
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
+        (folder / "state").mkdir()
+        for node in self.nodes:
+            (folder / f"spool.{node}").mkdir()
         self.configuration = folder / "slurm.conf"
-        text = CONFIGURATION.format(host=host, controller=controller, node=node, folder=folder)
+        nodes = [
+            f"NodeName={node} NodeHostname={self.host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS // len(self.nodes)}"
+            for node, port in zip(self.nodes, ports, strict=True)
+        ]
+        text = CONFIGURATION.format(host=self.host, controller=controller, nodes="\n".join(nodes), folder=folder)
         self.configuration.write_text(text)
         own = [
             f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file", "seed-file")
@@ -113,13 +130,15 @@ class Slurm:
         self._spawn("munged", "--foreground", "--force", f"--key-file={key}", *own)
         self._until("munged", (folder / "munge.socket").exists)
         self._spawn("slurmctld", "-D", "-i")
-        self._spawn("slurmd", "-D", "-N", host)
-        self._until("slurmctld and slurmd", lambda: self.run("sinfo", "-h", "-o", "%t").out.strip() == "idle")
+        for node in self.nodes:
+            self._spawn("slurmd", "-D", "-N", node)
+        idle = ["idle"] * len(self.nodes)
+        self._until("slurmctld and slurmd", lambda: self.run("sinfo", "-h", "-N", "-o", "%t").out.split() == idle)
 
     def _spawn(self, program: str, *arguments: str) -> None:
         path = shutil.which(program, path=SEARCH)
         assert path is not None
-        with (self.folder / f"{program}.log").open("wb") as log:
+        with (self.folder / f"{program}-{len(self._running)}.log").open("wb") as log:
             process = subprocess.Popen(
                 [path, *arguments],
                 env={**os.environ, "SLURM_CONF": str(self.configuration)},

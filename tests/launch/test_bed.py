@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.launch.bed import HOME, missing, until
 from tests.launch.conftest import Hosts
+from tests.needs import skip_without, skipped_without
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,21 @@ def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
     os.kill(sleep.pid, signal.SIGKILL)
 
 
-def test_a_cut_host_is_silent_until_it_is_restored_and_others_go_on(hosts):
+def test_connections_of_a_hosts_processes_are_listed_as_long_as_they_have_them(hosts):
+    bed = hosts("h1", "h2")
+    bed["head"].start("ssh", "h1", "exec sleep 1000")
+    until(lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()), "sleep to run")
+    ((near, far),) = bed["head"].connections()
+    assert far == (bed["h1"].address, 22)
+    assert bed["h1"].connections() == [(far, near)]
+    assert bed["h2"].connections() == []
+    for process in bed.processes():
+        os.kill(process.pid, signal.SIGKILL)
+    bed.until_quiet()
+    assert [bed[name].connections() for name in ("head", "h1")] == [[], []]
+
+
+def test_a_cut_host_is_silent_until_it_is_restored_and_others_continue(hosts):
     bed = hosts("h1", "h2")
     assert connects(bed, "h1")
     bed["h1"].cut()
@@ -129,7 +144,7 @@ def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
     assert missing() == "needs the Debian packages openssh-server: .ci/packages installs them"
 
 
-def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(tmp_path):
+def test_absent_packages_fail_only_in_ci(tmp_path):
     user = tmp_path / "id"  # not root, and no other program
     user.write_text("#!/bin/sh\necho 1000\n")
     user.chmod(0o755)
@@ -138,3 +153,20 @@ def test_absent_packages_fail_only_where_nobody_reads_which_tests_were_skipped(t
         done = subprocess.run(["/bin/sh", ROOT / ".ci/packages"], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
         assert "chromium" in done.stderr
+
+
+@pytest.mark.parametrize(("ci", "user", "fails"), [(None, 0, False), ("true", 1000, False), ("true", 0, True)])
+def test_what_a_machine_lacks_fails_only_in_ci_as_root(monkeypatch, ci, user, fails):
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    skip_without(None)
+    with pytest.raises(pytest.fail.Exception if fails else pytest.skip.Exception, match="needs loop devices"):
+        skip_without("needs loop devices")
+    assert not skipped_without(None).args[0]
+    if fails:
+        with pytest.raises(RuntimeError, match="needs loop devices"):
+            skipped_without("needs loop devices")
+    else:
+        assert skipped_without("needs loop devices").args[0]

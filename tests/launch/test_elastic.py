@@ -13,7 +13,7 @@ from tests.launch.bed import JOB, SEARCH, until
 
 pytestmark = pytest.mark.slow
 
-# Ranks train until one of them finds the file `enough`. Each says in every world who and where it is.
+# Ranks train until one of them finds the file `enough`. Each prints its rank and its host in every world.
 TRAIN = """
 import os, socket, sys, time
 import numpy as np
@@ -95,7 +95,7 @@ def finish(bed, running, size):
 
 
 def own(running):
-    """What the launcher itself has said."""
+    """Returns the output of the launcher itself."""
     return "\n".join(line for line in running.err.read_text().splitlines() if not line.startswith("["))
 
 
@@ -115,7 +115,7 @@ def test_a_host_that_is_added_joins_and_one_that_is_removed_leaves(hosts):
     assert "h1" not in said, f"to be removed is no failure: {said}"
 
 
-def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts):
+def test_a_host_that_is_killed_is_named_and_the_others_continue(hosts):
     bed = hosts("h1", "h2")
     running = start(bed, "-np", 4, "--min-np", 2)
     before = members(running, "h1", "h1", "h2", "h2")

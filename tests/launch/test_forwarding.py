@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What goes from the launcher to the workers of other hosts, what comes back, and what nobody else may see."""
+"""Values that the launcher forwards to workers on other hosts, output that comes back, and secrets in neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps({"rank": int(os.environ["RANK"]), "env": {name: os.environ[name
 
 
 def tell(bed, *arguments, **env):
-    """What each of two ranks on two hosts knows of its surroundings."""
+    """Returns the values that two ranks on two hosts see in their environment."""
     bed.write("tell.py", TELL)
     done = bed.launched("-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py", *arguments, **env)
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
         watcher.join()
     environments = [word["env"] for word in told(running.out.read_text())]
     assert [env["WANDB_API_KEY"] for env in environments] == [SECRET] * 5
-    # The ticket opens the job to whom has it, and so does everything long that it is made of.
+    # The ticket gives access to the job, and so does each of its long parts.
     tickets = {env["FARANDOLE_JOB"] for env in environments}
     parts = {part for ticket in tickets for part in re.split(r"[^A-Za-z0-9+/=_-]", ticket) if len(part) >= 20}
     assert parts, tickets

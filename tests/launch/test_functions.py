@@ -50,7 +50,7 @@ except Exception as error:
 
 
 def driven(bed, how):
-    """What the script prints at its end."""
+    """Returns the output of the script's end."""
     bed["head"].write("driver.py", DRIVER)
     done = bed["head"].run(sys.executable, "driver.py", how, "h1:2,h2:2")
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def busy(bed, *, size=4, program=BUSY, **env):
 
 
 def failed(running, limit):
-    """What a launcher says that must end by itself with an error."""
+    """Returns the message of a launcher that must end by itself with an error."""
     began = time.monotonic()
     status = running.wait(limit)
     assert status != 0, running.said
@@ -48,7 +48,7 @@ def find(bed, host, *words):
 def until_only_sshd(bed, *cut):
     """Waits until nothing of the job is left, while the hosts are still cut.
 
-    What sshd keeps for a connection that nobody has closed is its own affair: it ends when TCP gives the connection up.
+    Processes of sshd for an unclosed connection are ignored: they end when TCP gives the connection up.
     """
 
     def left():
@@ -60,7 +60,7 @@ def until_only_sshd(bed, *cut):
 
 
 def names(said, host, *ranks):
-    """Whether a message of the launcher itself names the host, or else a rank of it."""
+    """Returns whether a message of the launcher itself names the host, or else a rank of it."""
     own = [line for line in said.splitlines() if not re.match(r"\[\d+\]<", line)]
     return any(host in line or any(f"rank {rank}" in line for rank in ranks) for line in own)
 
@@ -107,7 +107,7 @@ def test_a_network_that_is_cut_for_ever_ends_the_job_on_both_sides(hosts):
     until_only_sshd(bed, "h2")
 
 
-def test_a_cut_host_ends_workers_that_speak_with_nobody(hosts):
+def test_a_cut_host_ends_its_workers(hosts):
     bed = hosts("h1", "h2")
     running = busy(bed, program=IDLE)
     bed["h2"].cut()
@@ -129,7 +129,7 @@ def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
 
 @pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0), (60.0, 90.0)])
 def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing(hosts, seconds, peer_timeout):
-    """A laptop that sleeps: nobody answers there. The ranks, whose links live, work on meanwhile."""
+    """A laptop that sleeps does not answer. The ranks, whose links live, work on meanwhile."""
     bed = hosts("h1", "h2")
     running = busy(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
     bed["head"].cut()

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.launch.bed import HOME
 from tests.launch.conftest import WORLD, told
+from tests.launch.test_elastic import TRAIN, finish, members, pids
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +79,8 @@ def test_the_page_about_batch_systems(bed):
         if kind == "bash":
             (mark,) = [mark for mark in SYSTEMS if f"\n{mark}" in text]
             assert ran(bed, text, PATH=path, **SYSTEMS[mark]) == NODES, text
+        elif text.startswith("lifecycle:"):
+            continue  # the next test
         elif kind == "yaml":
             launcher = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
             script = " ".join(launcher["command"])
@@ -87,6 +90,24 @@ def test_the_page_about_batch_systems(bed):
             assert ran(bed, text) == NODES, text
         seen.add(kind)
     assert seen == {"bash", "yaml", "sh"}
+
+
+def test_the_hook_of_the_page_makes_the_workers_of_a_pod_leave_before_it_ends(hosts):
+    (text,) = [text for _, text in blocks("batch-systems.md") if text.startswith("lifecycle:")]
+    hook = yaml.safe_load(text)["lifecycle"]["preStop"]["exec"]["command"]
+    bed = hosts("h1", "h2")
+    bed.write("train.py", TRAIN)
+    flags = ("-H", "h1:1,h2:1", "--min-np", 1, "--blacklist-cooldown-range", 600, 600)
+    running = bed.launch(*flags, "python", "train.py")
+    before = members(running, "h1", "h2")
+    done = bed["h2"].run(*hook)
+    assert done.returncode == 0, done.stderr
+    assert not [one for one in bed["h2"].processes() if one.argv == ("python", "train.py")]
+    bed["h2"].power_off()
+    assert pids(members(running, "h1")) == pids(before)[:1]
+    said = finish(bed, running, 1)
+    for word in ("h2", "lost", "was ended by"):
+        assert word not in said, said
 
 
 def test_the_example_of_digits_trains_one_model_on_two_hosts_of_two(hosts):

@@ -92,7 +92,7 @@ def cluster(bed, start_timeout=60.0, **env):
 
 
 def alive(host):
-    """Whether the rank of a host still exists."""
+    """Returns whether the rank of a host still exists."""
     process, _ = host.read("rank").split()
     return host.run("test", "-d", f"/proc/{process}").returncode == 0
 
@@ -156,11 +156,11 @@ def test_an_executor_that_is_cut_off_for_ever_is_named_its_ranks_end_and_the_job
     bed["h2"].end()
 
 
-def test_driver_and_ranks_listen_on_the_address_and_the_ports_that_they_are_told(hosts):
+def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
     bed = hosts("h1", "h2")
     driver = cluster(bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859")
     for host in bed.hosts.values():
-        # Spark's own JVMs listen as Spark is told to.
+        # Spark's own JVMs listen as Spark is configured.
         ours = [process for process in host.processes() if "java" not in process.argv[0]]
         found = {(readable(address), port) for process in ours for address, port in listening(process.pid)}
         reachable = {(address, port) for address, port in found if address != "127.0.0.1"}

@@ -225,7 +225,7 @@ class Namespaces:
             assert process.stdout.readline() == "up\n"
 
     def prefixes(self, hosts: str) -> list[list[str]]:
-        """What runs a command on each of these hosts, by their numbers."""
+        """Returns for each host the command prefix that runs a program on it, by the hosts' numbers."""
         return [["nsenter", "--target", str(self.held[int(host)].pid), "--uts", "--ipc", "--"] for host in hosts]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def refused(bed, *arguments, limit=15.0, **env):
-    """What the launcher says when it starts nothing, within a time."""
+    """Returns the message of a launcher that must fail in time without starting a worker."""
     bed.write("start.py", "open('started', 'w').close()")
     began = time.monotonic()
     names = ",".join(f"{name}:1" for name in bed.hosts if name != "head")
@@ -49,7 +49,7 @@ def test_hosts_are_checked_side_by_side_and_all_that_fail_are_named(hosts):
         assert f"{name}: ssh: connect to host {name} port 22: " in said, said
 
 
-def test_a_name_that_nobody_knows(hosts):
+def test_an_unknown_name(hosts):
     bed = hosts("h1")
     done = bed.launched("-np", 2, "-H", "h1:1,h9:1", sys.executable, "-c", "pass")
     assert done.returncode != 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of launched processes share."""
+"""Fixtures for tests of launched processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def until(fits: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of elastic jobs on this host share: a training script, hosts that change, and what ranks have said."""
+"""Helpers for elastic jobs on this host: a training script, hosts that change, and the printed lines of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tests.launcher.conftest import Launch
 
-# Ranks train until one of them finds the file `enough`. Each says in every world who it is.
+# Ranks train until one of them finds the file `enough`. Each prints its rank in every world.
 TRAIN = """
 import os, sys, time
 import numpy as np
@@ -40,7 +40,7 @@ SLOW = ("--blacklist-cooldown-range", 600, 3600)
 
 
 def said(run: Launch) -> list[dict[str, int]]:
-    """What ranks have said of themselves so far."""
+    """Returns the values that ranks have printed so far."""
     words = [line.split(":", 1)[1].split() for line in run.out.read_text().splitlines() if ":world " in line]
     return [dict(zip(word[::2], map(int, word[1::2]), strict=True)) for word in words]
 
@@ -67,7 +67,7 @@ def finish(run: Launch, size: int) -> str:
 
 
 def own(run: Launch) -> str:
-    """What the launcher itself has said."""
+    """Returns the output of the launcher itself."""
     return "\n".join(line for line in run.err.read_text().splitlines() if not line.startswith("["))
 
 
@@ -100,10 +100,10 @@ class Hosts:
 
     @property
     def flags(self) -> tuple[str, str]:
-        """How the launcher is told of it."""
+        """The launcher's flags for this discovery."""
         return ("--host-discovery-script", str(self.program))
 
 
 def worlds(run: Launch) -> list[str]:
-    """Every line in which a rank said who it is."""
+    """Every line in which a worker printed its rank."""
     return [line for line in run.lines() if ":world " in line]

@@ -101,7 +101,7 @@ with Registrar(sum(map(len, places)), start_timeout=60.0) as registrar:
 
 
 def islands(folder: Path, places: list[list[int]], *options: str, **env: str) -> tuple[list[dict], str]:
-    """What the ranks print, and everything that was said, of tasks on hosts that reach the driver alone."""
+    """Returns the ranks' lines and the whole output of tasks on hosts that can connect to the driver only."""
     worker = folder / "worker.py"
     worker.write_text(WORKER)
     program = json.dumps([places, AGENT, str(worker), *options])
@@ -147,7 +147,7 @@ def test_the_death_of_a_rank_behind_the_relay_is_heard_within_a_second_or_so(tmp
     assert heard[0]["heard"] < 2.5, said
 
 
-def test_without_the_option_such_hosts_cannot_be_linked_and_say_whom_they_cannot_reach(tmp_path):
+def test_without_the_option_such_hosts_cannot_be_linked_and_name_the_unreachable_hosts(tmp_path):
     told, said = islands(tmp_path, [[0], [1]], FARANDOLE_START_TIMEOUT="6")
     assert told == []
     assert "rank 0" in said

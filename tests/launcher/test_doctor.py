@@ -49,7 +49,7 @@ def test_doctor_finds_a_framework_whatever_its_distribution_is_called(tmp_path: 
     assert "7.8.9 (my-own-jax)" in line
 
 
-def test_doctor_says_how_it_would_launch_here_and_who_started_it(tmp_path: Path) -> None:
+def test_doctor_reports_how_it_would_launch_here_and_its_own_launcher(tmp_path: Path) -> None:
     plain = command("doctor").stdout
     section = plain.partition("Launching here\n")[2].partition("\n\n")[0]
     assert "launcher        none" in section, plain

@@ -135,7 +135,7 @@ def test_an_exception_comes_back_with_its_traceback():
     assert "in _fail" in (caught.value.remote_traceback or "")
 
 
-def test_too_few_slots_are_told(tmp_path):
+def test_too_few_slots_are_reported(tmp_path):
     with pytest.raises(FarandoleJobError, match=r"at least 2 workers.*localhost:1"):
         farandole.run(
             _train, (tmp_path, 0), num_proc=2, host_discovery_script=FixedHosts({"localhost": 1}), elastic_timeout=2

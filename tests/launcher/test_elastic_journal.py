@@ -58,7 +58,7 @@ class Job:
         return found
 
     def agents(self) -> list[int]:
-        """What started the processes."""
+        """Returns the ids of the agents that started the processes."""
         return [parent(pid) for pid in self.pids if is_alive(pid)]
 
     def kill(self) -> None:

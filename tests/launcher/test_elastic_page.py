@@ -28,7 +28,7 @@ WHO = "\nimport os\nprint('pid', os.getpid(), flush=True)\n"
 def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     script = blocks(PAGE, "python")[0]
     command = blocks(PAGE, "sh")[0]
-    # It says who it is, and takes its time, so that something can happen in the middle.
+    # It prints its rank and runs slowly, so that a fault can happen in the middle.
     script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
     script = script.replace(
         "        state.epoch += 1\n", "        state.epoch += 1\n        __import__('time').sleep(0.2)\n"
@@ -49,11 +49,15 @@ def test_the_script_of_the_page_survives_a_killed_process(launch: Callable[..., 
     assert "rank 3 on localhost was ended by SIGKILL" in run.err.read_text()
 
 
-def test_the_fault_tolerant_script_of_the_page_survives_a_killed_process(
-    launch: Callable[..., Launch], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "init"), [(4, "hvd.init()\n"), (5, 'dist.init_process_group("farandole")\n')], ids=["optimizer", "ddp"]
+)
+def test_the_fault_tolerant_scripts_of_the_page_survive_a_killed_process(
+    launch: Callable[..., Launch], tmp_path: Path, number: int, init: str
 ) -> None:
-    script = blocks(PAGE, "python")[4]
-    script = script.replace("hvd.init()\n", f"hvd.init(){WHO}", 1)
+    script = blocks(PAGE, "python")[number]
+    assert init in script
+    script = script.replace(init, f"{init}{WHO}", 1)
     script = script.replace("    schedule.step()\n", "    schedule.step()\n    __import__('time').sleep(0.003)\n")
     (tmp_path / "train.py").write_text(script)
     words = ("-np", "3", "--min-np", "2", sys.executable, tmp_path / "train.py")

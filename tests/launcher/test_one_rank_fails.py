@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A script that fails on one rank: the others do not wait for it, and everybody is told why."""
+"""A script that fails on one rank: the others do not wait for it, and all get the reason."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_call_that_one_rank_is_refused_is_heard_of_by_the_others(launch: Start
     assert run.lines() == expected
 
 
-def test_a_rank_that_ends_before_init_is_named_to_those_who_wait_for_it(launch: Start, script: Write) -> None:
+def test_a_rank_that_ends_before_init_is_named_to_ranks_that_wait_for_it(launch: Start, script: Write) -> None:
     run = launch("-np", 3, sys.executable, script("if rank == 1:\n    sys.exit(0)\n" + INIT))
     assert run.wait() == 1
     told = [line for line in run.err.read_text().splitlines() if "rank 1 on " in line and "has ended" in line]
@@ -67,14 +67,14 @@ def test_a_rank_that_ends_before_init_is_named_to_those_who_wait_for_it(launch: 
     assert all("FarandoleInternalError: rank 1 on " in line and "call init() before they end" in line for line in told)
 
 
-def test_a_rank_that_ends_after_it_has_left_is_named_to_those_who_begin_anew(launch: Start, script: Write) -> None:
+def test_a_rank_that_ends_after_it_has_left_is_named_to_ranks_that_begin_again(launch: Start, script: Write) -> None:
     text = INIT + "hvd.shutdown()\nif rank == 2:\n    sys.exit(0)\nhvd.init()\n"
     run = launch("-np", 3, sys.executable, script(text))
     assert run.wait() == 1
     assert "FarandoleInternalError: rank 2 on " in run.err.read_text()
 
 
-def test_a_rank_that_nobody_waits_for_may_end_without_init(launch: Start, script: Write) -> None:
+def test_a_rank_without_waiting_ranks_may_end_without_init(launch: Start, script: Write) -> None:
     text = (
         "import numpy as np, farandole.numpy as hvd\n"
         "if rank == 1:\n    sys.exit(0)\n"
@@ -86,7 +86,7 @@ def test_a_rank_that_nobody_waits_for_may_end_without_init(launch: Start, script
     assert run.lines() == ["[0]<stdout>:0 2 2.0", "[2]<stdout>:1 2 2.0"]
 
 
-def test_a_part_that_lacks_a_rank_which_has_ended_is_told_which(launch: Start, script: Write) -> None:
+def test_a_part_whose_rank_has_ended_gets_an_error_that_names_the_rank(launch: Start, script: Write) -> None:
     text = "import farandole.numpy as hvd\nif rank == 1:\n    sys.exit(0)\nhvd.init(comm=[0, 1])\n"
     run = launch("-np", 2, sys.executable, script(text))
     assert run.wait() == 1

@@ -63,7 +63,7 @@ def test_a_line_is_seen_when_it_is_printed(launch: Start, script: Write) -> None
     run.wait()
 
 
-def test_a_worker_is_told_who_it_is_whatever_the_environment_says(launch: Start, script: Write) -> None:
+def test_a_worker_gets_its_rank_whatever_the_environment_contains(launch: Start, script: Write) -> None:
     names = ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "HOROVOD_RANK", "HOROVOD_SIZE"]
     names += ["HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"]
     run = launch(
@@ -177,7 +177,7 @@ def test_output_waits_for_a_reader_that_takes_its_time(script: Write) -> None:
         assert run.wait(20) == 0
 
 
-def test_control_c_ends_a_run_whose_output_nobody_takes(script: Write) -> None:
+def test_control_c_ends_a_run_whose_output_is_not_read(script: Write) -> None:
     path = script("print('up', flush=True)\nfor number in range(1500):\n    print(number, 'x' * 60)")
     command = [sys.executable, "-m", "farandole", "run", "-np", "1", sys.executable, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
@@ -187,7 +187,7 @@ def test_control_c_ends_a_run_whose_output_nobody_takes(script: Write) -> None:
         assert run.wait(20) == 128 + signal.SIGINT
 
 
-def test_a_child_with_its_parents_variables_is_refused_the_rank_and_the_parent_goes_on(
+def test_a_child_with_its_parents_variables_is_refused_the_rank_and_the_parent_continues(
     launch: Start, script: Write
 ) -> None:
     text = """

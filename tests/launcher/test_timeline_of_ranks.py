@@ -81,7 +81,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def times(found: list[dict[str, Any]], name: str) -> dict[int, list[int]]:
-    """When spans of a name begin, by rank."""
+    """Returns the times at which spans of a name begin, by rank."""
     begun = defaultdict(list)
     for event in found:
         if event["ph"] == "B" and event["name"] == name:

@@ -34,7 +34,7 @@ def _remove(path, recurse):
 
 dbutils = SimpleNamespace(fs=SimpleNamespace(rm=_remove))
 """
-"""What Databricks defines before the first cell: a session and `dbutils`."""
+"""Names that Databricks defines before the first cell: a session and `dbutils`."""
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
 
 
 def text(output: Any) -> str:
-    """What an output shows."""
+    """Returns the text of an output."""
     if output.output_type == "stream":
         return output.text
     return output.data.get("text/html", "") + output.data.get("text/plain", "")
@@ -76,7 +76,7 @@ def text(output: Any) -> str:
 
 @pytest.mark.slow
 def test_the_cell_of_the_start_page_trains_with_two_processes(execute, tmp_path):
-    """That of docs/start/index.md."""
+    """Runs the cell of docs/start/index.md."""
     cell = [block for block in blocks_of("docs/start/index.md") if block.kind == "python"][3].text
     page = tmp_path / "start.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), page)

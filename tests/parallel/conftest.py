@@ -70,7 +70,7 @@ def serve(address, key):
 
 
 def describe(outcomes):
-    """How workers ended, for messages."""
+    """Describes how workers ended, for messages."""
     return "; ".join(f"{getattr(outcome, 'stderr_tail', outcome)}" for outcome in outcomes if outcome is not None)
 
 

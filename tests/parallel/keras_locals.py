@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What ranks of a Keras fit have of their own, and how they still go along: run by `test_keras` on each backend."""
+"""Local variables of the ranks of a Keras fit: `test_keras` runs these functions on each backend."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def fit(model, callbacks=(), epochs=1):
 
 
 def alike(variables, name):
-    """Whether each is the same on both ranks."""
+    """Returns whether each is the same on both ranks."""
     import keras
     import numpy as np
 
@@ -44,7 +44,7 @@ def alike(variables, name):
 
 
 def slots_of_local_variables_stay_with_their_rank():
-    """However an optimizer keeps them."""
+    """Checks this for optimizers with slots of all kinds."""
     import keras
 
     import farandole.keras as hvd

@@ -16,7 +16,7 @@ MAKERS = {
     "power_sgd": lambda: compress.PowerSGD(4),
 }
 TOLERANCES = {"fp16": 0.005, "bf16": 0.01, "int8": 0.01, "top_k": 0.05, "power_sgd": 0.02}
-"""How much larger the loss after training may be than without compression, where it is about 0.1."""
+"""Permitted increase of the loss after training, which is about 0.1 without compression."""
 
 
 def digits():

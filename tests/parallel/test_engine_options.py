@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the engine is told by variables, among real processes: how much it fuses, remembers and tunes."""
+"""Settings of the engine by variables, in real processes: fusion, cache and autotune."""
 
 import csv
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every rank sees when ranks disagree, die, or are interrupted."""
+"""Errors of all ranks if ranks disagree, die, or are interrupted."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ def mismatch(kind):
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_a_mismatch_is_an_error_on_every_rank_and_the_world_goes_on(pair, kind):
+def test_a_mismatch_is_an_error_on_every_rank_and_the_world_continues(pair, kind):
     for message, total in pair.run(mismatch, kind):
         assert "odd" in message
         assert total == 2
@@ -86,7 +86,7 @@ def truths_with_factors():
     return messages, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
-def test_truths_with_factors_are_refused_and_the_world_goes_on(pair):
+def test_truths_with_factors_are_refused_and_the_world_continues(pair):
     for messages, total in pair.run(truths_with_factors):
         assert [message.split(" of ")[0] for message in messages] == ["allreduce", "reducescatter"]
         assert all("takes no scale factors: bool" in message for message in messages)
@@ -174,7 +174,7 @@ def progress_without_the_interpreter():
         thread.start()
     handle = hvd.allreduce_async_(tensor, name="big")
     if hvd.rank() == 1:
-        # This thread never looks at the engine while it computes; the other rank is done nevertheless.
+        # This thread never looks at the engine while it computes; the other rank is done anyway.
         hvd.synchronize(handle)
         stop.set()
         thread.join()

@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def output_of(script):
-    """What a rank prints while it runs a script."""
+    """Returns the output of a rank that runs a script."""
     import contextlib
     import io
 
@@ -31,6 +31,7 @@ def output_of(script):
         ("user-guide/jax.md", 0, "2 processes, loss 0.000000"),
         ("user-guide/jax.md", 1, "[0. 2. 4.] (3, 2)"),
         ("moving.md", 0, "2 ranks with DDP"),
+        ("user-guide/operations.md", 1, "2 ranks, 20 steps"),
     ],
 )
 def test_a_script_of_a_page_prints_what_it_should(pair, page, number, said):
@@ -62,7 +63,7 @@ MODEL = "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SG
 
 
 def step_of(script):
-    """Has a script that begins training do a step; whether the parameters of both ranks are equal then."""
+    """Runs a step in a script that begins training; returns whether the parameters of both ranks are then equal."""
     import torch
 
     import farandole.torch as hvd

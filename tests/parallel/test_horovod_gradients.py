@@ -29,7 +29,7 @@ EXPECTED = {
     "adasum": ([1.5, 1.5], [1.5, 1.5]),
     "grouped max": ([2.0, 2.0], [2.0, 2.0]),
 }
-"""What ranks 0 and 1 get for their two elements."""
+"""Results of ranks 0 and 1 for their two elements."""
 
 
 def operations(hvd):

@@ -51,7 +51,7 @@ def environment(**more):
 
 
 def run(*command):
-    """What a command writes; it must end well."""
+    """Returns the output of a command, which must succeed."""
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=LIMIT, check=False, env=environment()
     )

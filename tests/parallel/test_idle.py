@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nothing pending costs nothing."""
+"""A rank without pending operations uses no CPU."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ import farandole.torch as hvd
 
 
 def wakeups():
-    """How often the threads of this process have given up a core since they began."""
+    """Returns the number of context switches of this process's threads since they began."""
     counts = []
     for status in Path("/proc/self/task").glob("*/status"):
         lines = status.read_text().splitlines()

@@ -55,7 +55,7 @@ def operations_work_at_once_and_under_jit():
             eighths = run(jnp.full(3, 1.0 + (rank == 0), kind))
             assert eighths.dtype == kind
             assert jnp.array_equal(eighths, jnp.full(3, (size + 1) / size).astype(kind))
-    # jit runs on while this thread goes on with operations of its own.
+    # jit runs on while this thread continues with its own operations.
     later = jax.jit(lambda x: hvd.allreduce(jnp.sin(x @ x), op=hvd.Sum))(jnp.ones((300, 300)))
     assert hvd.allreduce(1.0, op=hvd.Sum) == size
     later.block_until_ready()

@@ -58,7 +58,7 @@ def epochs_of_which_a_rank_has_no_first():
             layer(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         hvd.join()
-        # Who has joined takes no steps: the others' weights count.
+        # A rank that has joined takes no steps: the others' weights count.
         hvd.broadcast_parameters(layer.state_dict(), root_rank=0)
     return layer.weight.tolist()
 
@@ -111,7 +111,7 @@ def refusals_leave_the_join_intact():
                     operation(name)
                 except hvd.HorovodInternalError as error:
                     refused += isinstance(error, ValueError)
-            # An allreduce of the others goes on.
+            # An allreduce of the others continues.
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size - 1
         hvd.join()
         after = [operation(name) for operation in operations.values() for name in ("gather", None)]

@@ -277,7 +277,7 @@ def copies_reduce_too():
 
 
 def callbacks_broadcast_and_average():
-    """Where `fit_equals_one_process` has not shown it."""
+    """Checks the cases that `fit_equals_one_process` leaves out."""
     import keras
     import numpy as np
 

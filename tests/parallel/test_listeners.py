@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What ranks listen on."""
+"""Ports on which ranks listen."""
 
 import cloudpickle
 from tests import sockets

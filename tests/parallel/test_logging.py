@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the engine's events become in workers."""
+"""Log records of the engine's events in workers."""
 
 import io
 import logging
@@ -69,7 +69,7 @@ def test_every_rank_has_the_engines_events_in_pythons_logging_with_its_rank(fres
 
 
 def fallback_shows():
-    """What stderr shows without a handler, and with one."""
+    """Returns the lines on stderr without a handler, and with one."""
     import sys
 
     own, stderr = io.StringIO(), sys.stderr
@@ -94,7 +94,7 @@ def test_lines_go_to_stderr_unless_the_program_has_a_handler(fresh_world):
 
 
 def is_quiet():
-    """Whether the engine's log lets only warnings through, and the script's settings are as they were."""
+    """Returns whether the engine's log lets only warnings through, and the script's settings are as they were."""
     logger = logging.getLogger("farandole")
     return logger.level == logging.NOTSET and not logger.isEnabledFor(logging.INFO)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every rank is told when ranks submit different things under one name."""
+"""Errors of all ranks if ranks submit different operations under one name."""
 
 import time
 
@@ -72,7 +72,7 @@ def test_the_first_rule_that_fails_is_named(trio):
     assert trio.run(several)[0].startswith("Mismatched data types: ")
 
 
-def test_unnamed_operations_that_differ_are_told_at_once_and_the_world_goes_on(trio):
+def test_unnamed_operations_that_differ_are_an_error_at_once_and_the_world_continues(trio):
     def different():
         ones = torch.ones(2)
         try:
@@ -122,7 +122,7 @@ def mixed(helper, other):
         ("allgather_object", "bytes"),
     ],
 )
-def test_ranks_that_move_objects_where_others_do_something_else_are_told_at_once(trio, helper, other):
+def test_ranks_that_move_objects_while_others_do_something_else_get_an_error_at_once(trio, helper, other):
     for text, everybody, last in trio.run(mixed, helper, other):
         assert text.startswith("Mismatched "), text
         assert f"rank 1 submitted {OBJECTS[helper]}" in text, text
@@ -130,7 +130,7 @@ def test_ranks_that_move_objects_where_others_do_something_else_are_told_at_once
 
 
 def told_of_groups(step):
-    """What a rank hears of a step, and of the one after it, and how long that took."""
+    """Returns the errors of a step and of the next one, and the time that both took."""
     began, errors = time.monotonic(), []
     for attempt in (step, lambda: hvd.allreduce(torch.ones(1), name="later")):
         try:

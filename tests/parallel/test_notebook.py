@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What cells of a real Jupyter kernel do, and what they show."""
+"""Cells of a real Jupyter kernel: their effects and their output."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_error_or_an_interrupt_ends_the_workers_and_not_the_kernel(client):
         assert len(set(re.findall(r"\d+", cell.outputs[-1].data["text/plain"]))) == 2
 
 
-def test_a_kernel_has_warm_workers_and_shows_what_it_is_told_as_text_or_nothing(client):
+def test_a_kernel_has_warm_workers_and_shows_progress_as_text_or_nothing(client):
     watched = client(nbformat.v4.new_notebook())
     with watched.setup_kernel():
         told = watched.cell("""

@@ -25,7 +25,7 @@ def dtype_of(name):
 
 
 def inputs(shape, dtype, size):
-    """What each rank contributes: small whole numbers, exact in every dtype."""
+    """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = int(np.prod(shape))
     return [((np.arange(count) * (rank + 1) + rank) % 3).reshape(shape).astype(dtype) for rank in range(size)]
 
@@ -162,7 +162,7 @@ def wrong_arguments_are_refused_and_the_engine_goes_on():
     assert hvd.alltoall(np.arange(4), splits=[])[0].tolist() == hvd.alltoall(np.arange(4)).tolist()
 
 
-def test_wrong_arguments_are_refused_and_the_engine_goes_on(pair):
+def test_wrong_arguments_are_refused_and_the_engine_continues(pair):
     pair.run(wrong_arguments_are_refused_and_the_engine_goes_on)
 
 
@@ -185,7 +185,7 @@ def asynchronous_operations_and_groups_complete_in_any_order():
     written = hvd.grouped_allreduce_(arrays, op=hvd.Max)
     assert all(result is array for result, array in zip(written, arrays, strict=True))
     assert all((array == size - 1).all() for array in arrays)
-    # What nobody waits for is kept until the engine is done with it.
+    # Memory without a waiter is kept until the engine is done with it.
     hvd.allreduce_async(np.ones(1 << 20), name="dropped")
     hvd.barrier()
 

@@ -16,7 +16,7 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (1025,), (300_001,)]
 
 
 def inputs(shape, dtype, size, limit=3):
-    """What each rank contributes: small whole numbers, exact in every dtype."""
+    """Returns the input of each rank: small whole numbers, exact in every dtype."""
     count = torch.Size(shape).numel()
     return [((torch.arange(count) * (rank + 1) + rank) % limit).reshape(shape).to(dtype) for rank in range(size)]
 
@@ -160,6 +160,6 @@ def the_world_is_told_consistently():
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
-def test_the_world_is_told_consistently(world):
+def test_the_world_is_reported_consistently(world):
     size = world.size
     assert world.run(the_world_is_told_consistently) == [(rank, size, rank, size, 0, 1) for rank in range(size)]

@@ -157,7 +157,7 @@ def misuse():
     return messages
 
 
-def test_misuse_is_told_and_gradients_can_be_clipped_between_synchronize_and_step(pair):
+def test_misuse_is_an_error_and_gradients_can_be_clipped_between_synchronize_and_step(pair):
     for messages in pair.run(misuse):
         assert "more than backward_passes_per_step=1" in messages[0]
         assert "zero_grad() came before" in messages[1]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compressors to 16 bits round partial sums between hosts, unless they are told not to."""
+"""Compressors to 16 bits round partial sums between hosts, unless configured otherwise."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ sys.stdout.write(json.dumps({name: sorted(set(result.numpy().tolist())) for name
 
 
 def sums(script: str) -> dict[str, list[float]]:
-    """What each name came to, the same on all ranks of two hosts with two each."""
+    """Returns the sum of each name, which is the same on all four ranks of two hosts."""
     told = {"HOROVOD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
     ranks = [{"HOROVOD_RANK": str(rank), **told} for rank in range(4)]
     ended = together(ranks, script, [on_host(name) for name in "aabb"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is said about ranks that do not come, and what ends because of them."""
+"""Reports about missing ranks, and the operations that end because of them."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ CHECK = {"FARANDOLE_STALL_CHECK_TIME_SECONDS": "0.3"}
 
 
 def redirect(path):
-    """What this process writes to stderr goes to a file of the test as well as its engine's."""
+    """Redirects stderr of this process and its engine to a file of the test."""
     file = os.open(path.format(rank=hvd.rank()), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     os.close(file)
@@ -35,7 +35,7 @@ def await_text(path, text, seconds=20.0):
 
 
 def lingering_in_a_function(path):
-    # A slow start may be reported first; this rank goes on when its own absence was.
+    # A slow start may be reported first; this rank continues after its own absence was reported.
     await_text(path.format(rank=0), "in lingering_in_a_function")
 
 
@@ -75,14 +75,14 @@ def late_and_unheard(seconds):
     late = hvd.rank() == 1
     time.sleep(seconds * late)
     total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="late").tolist()
-    # Once more while nobody waits, and the engine's own thread is the one that says it.
+    # Once more without a waiter, so that the engine's own thread reports it.
     time.sleep(seconds * late)
     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="later")
     time.sleep(seconds * (not late))
     return total, hvd.synchronize(handle).tolist()
 
 
-def test_a_report_that_nobody_can_read_ends_nothing(fresh_world):
+def test_an_unreadable_report_ends_nothing(fresh_world):
     assert fresh_world(2, env=CHECK).run(late_and_unheard, 1.0) == [([2, 2], [2, 2])] * 2
 
 
@@ -150,7 +150,7 @@ APART = {
 
 
 def two_ways(path, first, second):
-    """Rank 0 goes one way, the others go another; what they are told and when."""
+    """Rank 0 submits one operation, the others another; returns their errors and times."""
     redirect(path)
     pair = add_process_set([0, 1])
     hvd.barrier()
@@ -226,7 +226,7 @@ def joins_early(path):
     return hvd.join()
 
 
-def test_ranks_that_have_joined_report_those_who_have_not(fresh_world, tmp_path):
+def test_ranks_that_have_joined_report_the_others(fresh_world, tmp_path):
     path = str(tmp_path / "{rank}.err")
     assert fresh_world(3, env=CHECK).run(joins_early, path) == [0, 0, 0]
     said = (tmp_path / "0.err").read_text()
@@ -247,7 +247,7 @@ def never_joins():
     return None
 
 
-def test_a_join_that_lasts_too_long_names_those_who_are_missing(fresh_world):
+def test_a_join_that_lasts_too_long_names_the_missing_ranks(fresh_world):
     env = {**CHECK, "FARANDOLE_COLLECTIVE_TIMEOUT": "1.5"}
     for text in fresh_world(3, env=env).run(never_joins)[1:]:
         assert "join" in text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Processes that somebody else's starter has started, by the variables that it sets: they meet, or they fail."""
+"""Processes of a foreign starter, with the variables that it sets: they meet, or they fail."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_rank_with_another_secret_is_kept_out_and_named() -> None:
     assert secrets[0] not in first.err + second.err
 
 
-def test_a_rank_that_never_comes_is_named_and_nobody_is_a_world_of_one() -> None:
+def test_a_rank_that_never_comes_is_named_and_no_rank_is_a_world_of_one() -> None:
     # Rank 0 gives up first: a rank that had left before would be missing, too.
     patience = [{"FARANDOLE_START_TIMEOUT": seconds} for seconds in ("4", "30")]
     first, second = together([horovod(rank, 3) | patience[rank] for rank in range(2)])
@@ -190,7 +190,7 @@ def test_files_of_an_earlier_start_are_ignored(tmp_path: Path) -> None:
 
 
 def opens(pid: int) -> bool:
-    """Whether a process has loaded the engine."""
+    """Returns whether a process has loaded the engine."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             return "_native" in maps.read()
@@ -260,7 +260,7 @@ print("place", rank, flush=True)
 """
 
 
-def test_ranks_go_on_without_one_that_has_ended_well() -> None:
+def test_ranks_continue_without_one_that_has_ended_well() -> None:
     ended = together([horovod(rank, 3) for rank in range(3)], GONE)
     assert [one.place for one in ended] == [[0], [1], [2]]
 
@@ -345,7 +345,7 @@ dist.destroy_process_group()
 """
 
 
-def test_communicators_of_somebody_else_give_out_ranks_and_take_no_part_in_collectives() -> None:
+def test_foreign_communicators_give_out_ranks_and_take_no_part_in_collectives() -> None:
     port = free_port()
     variables = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ended = together([variables | {"RANK": str(rank)} for rank in range(4)], COMMUNICATOR)

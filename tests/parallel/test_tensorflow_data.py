@@ -78,7 +78,7 @@ def holds_the_dispatcher():
     from farandole.tensorflow.data import compute_service
     from farandole.tensorflow.data._meeting import MeetingClient
 
-    # Rank 1 has a meeting point, too, which nobody is told of.
+    # Rank 1 has a meeting point, too, which is not announced.
     with compute_service.serving(1, dispatcher_side="training", timeout=20, open_to_the_network=True) as own:
         config = hvd.broadcast_object(own, name="service")
         stopped = []

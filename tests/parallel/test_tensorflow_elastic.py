@@ -215,5 +215,5 @@ def goes_on_from_a_store(folder):
     return again
 
 
-def test_a_job_that_starts_anew_goes_on_from_the_store(tensorflow_pair, tmp_path):
+def test_a_job_that_starts_again_continues_from_the_store(tensorflow_pair, tmp_path):
     assert tensorflow_pair.run(goes_on_from_a_store, str(tmp_path)) == [[3, 3], [3, 3]]

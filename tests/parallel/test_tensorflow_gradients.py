@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""When TensorFlow's gradients are reduced: while others are computed, after several passes, by the stand-ins alone."""
+"""TensorFlow gradients are reduced during the backward pass, after several passes, or by the stand-ins alone."""
 
 import subprocess
 import threading
@@ -234,7 +234,7 @@ def tapes_may_be_wrapped_while_they_record():
             close(distributed.gradient(loss, weight), [3.0, 3.0], "after it was taken up again")
         with pytest.raises(RuntimeError, match="only be used to compute one set"):
             tape.gradient(loss, weight)
-    # Before it records; and by two, of which each reduces as it was told.
+    # Before it records; and by two, each of which reduces with its own settings.
     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         loss = tf.reduce_sum(weight * factor)
     close(tape.gradient(loss, weight), [1.5, 1.5], "wrapped before")
@@ -287,7 +287,7 @@ def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
     assert "Python functions are used instead" in warning
 
 
-def test_groups_are_reduced_while_the_backward_pass_goes_on(tensorflow_pair):
+def test_groups_are_reduced_while_the_backward_pass_continues(tensorflow_pair):
     tensorflow_pair.run(groups_are_reduced_while_gradients_are_computed)
 
 

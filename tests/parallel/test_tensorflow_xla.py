@@ -139,7 +139,7 @@ def compiled_calls_follow_branches_loops_and_functions():
         assert any(kind.endswith(holder) for kind in waits), (what, waits)
         close(held(tf.constant(1.0), what), 6.0, what)
 
-    # A function that others call, too, whoever comes first.
+    # A function that others call, too, in any order.
     for turns in (0, 1):
         shared = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
         compiled = tf.function(lambda x, shared=shared: shared(x) + 1.0, jit_compile=True)

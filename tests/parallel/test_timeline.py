@@ -12,7 +12,7 @@ from farandole.common.timeline import start_timeline, stop_timeline
 
 def steps(path, mark_cycles=False):
     start_timeline(path, mark_cycles=mark_cycles)
-    # Nobody comes before rank 0 listens.
+    # No rank connects before rank 0 listens.
     hvd.barrier()
     hvd.allreduce(torch.ones(2, 3), name="gradient")
     hvd.allgather(torch.ones(2 + hvd.rank(), 4), name="rows")

@@ -20,7 +20,7 @@ NUMBERS = 300_000
 
 
 def regions(kind):
-    """What this process has of shared memory: open descriptors, or mappings."""
+    """Counts the shared memory of this process: open descriptors, or mappings."""
     if kind == "maps":
         return sum("farandole-region" in line for line in Path("/proc/self/maps").read_text().splitlines())
     targets = []

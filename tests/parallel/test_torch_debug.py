@@ -11,6 +11,7 @@ import socket
 import time
 import urllib.request
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -39,7 +40,9 @@ def a_page_shows_the_ranks_and_what_they_wait_for(folder):
     with socket.create_server(("", 0)) as free:
         port = broadcast_plain(free.getsockname()[1], 0, "port")
     before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
-    debug.start_debug_server(port, dump_dir=folder, dump_interval=0.2)
+    with pytest.raises(ValueError, match="open_to_the_network=True"):
+        debug.start_debug_server(port)
+    debug.start_debug_server(port, open_to_the_network=True, dump_dir=folder, dump_interval=0.2)
     assert {name: os.environ.get(name) for name in before} == before
     pids = hvd.allgather_object(os.getpid())
     if rank == 0:

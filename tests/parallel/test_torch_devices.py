@@ -3,7 +3,7 @@
 """Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host memory.
 
 Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of the fake's, whose
-work is late. So whoever does not wait for a stream reads what was there before.
+work is late. So code that does not wait for a stream reads the old values.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ LATE = 0.3
 
 @pytest.fixture(scope="session")
 def cuda():
-    """What makes ranks find the fake."""
+    """Makes ranks find the fake driver."""
     with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
         library = Path(folder) / "libcuda.so.1"
         source = Path(__file__).with_name("fake_cuda.c")
@@ -88,7 +88,7 @@ class Gpu:
         self.library.fake_fill(self.stream, address, count, ctypes.c_float(value), microseconds)
 
     def read(self, tensor):
-        """What the framework's stream finds in a tensor, after all that it was told to do before."""
+        """Returns the values of a tensor after all earlier work of the framework's stream."""
         found = torch.empty_like(tensor)
         to, source = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(tensor.data_ptr())
         self.library.fake_copy(self.stream, to, source, ctypes.c_size_t(tensor.nbytes))
@@ -123,7 +123,7 @@ def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpu
         assert (used["copies"], used["blocked"]) == (0, 0)
 
 
-def test_ranks_that_share_a_gpu_meet_in_host_memory_where_somebody_says_so(fresh_world, cuda):
+def test_ranks_that_share_a_gpu_meet_in_host_memory_if_a_variable_says_so(fresh_world, cuda):
     world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
     for _, found, untouched, used in world.run(late_sum, True, 5):
         assert found == [[1.0 + 2 * i] for i in range(5)]
@@ -535,7 +535,7 @@ def survive(victim, forming, share):
         gpu.library.fake_wait(gpu.stream)
         hvd.allreduce(torch.ones(10), name="later")
     except hvd.HorovodInternalError as error:
-        # What waited on the GPU was ended: its stream goes on.
+        # Waits on the GPU were ended: its stream continues.
         gpu.library.fake_wait(gpu.stream)
         return time.monotonic() - began, str(error)
     return None
@@ -613,6 +613,6 @@ def staged_by_choice():
     return total, gpu.count("launches"), gpu.count("copies") > 0, hvd.cuda_built(), hvd.nccl_built()
 
 
-def test_nccl_is_left_alone_where_somebody_says_so(fresh_world, cuda):
+def test_nccl_is_not_used_if_a_variable_says_so(fresh_world, cuda):
     world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
     assert world.run(staged_by_choice) == [([2.0, 2.0], 0, True, True, 22703)] * 2

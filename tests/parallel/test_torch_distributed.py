@@ -140,7 +140,7 @@ def works_and_objects_do_what_torch_says():
     mine = [None]
     dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, 0)
     assert mine == [f"for {rank}"]
-    # Ranks that disagree are told, and go on.
+    # Ranks that disagree get an error, and continue.
     with pytest.raises(ValueError, match="broadcast"):
         dist.broadcast(torch.ones(2 + rank), 0)
     import torch.distributed._functional_collectives as functional

@@ -202,7 +202,7 @@ def uneven_data():
 
 
 def test_ranks_without_data_join_and_leave_no_trace_in_results(world):
-    # All end with the rank that had most data; the second join finds everybody at once.
+    # All end with the rank that had most data; the second join finds all ranks at once.
     assert {last for last, _ in world.run(uneven_data)} == {world.size - 1}
 
 

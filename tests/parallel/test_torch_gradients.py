@@ -54,7 +54,7 @@ def weights_like(results):
 
 
 def local_loss(forward, x):
-    """What this rank computes from its results: not linear, so that second derivatives mean something."""
+    """Returns the loss of this rank's results: not linear, so that second derivatives are not zero."""
     results = forward(x)
     return sum(
         ((result + 0.1 * result**2) * weight).sum()
@@ -118,7 +118,7 @@ def ties_and_zeros():
     x = torch.tensor([1.0, float(rank == 0)], requires_grad=True)
     hvd.allreduce(x, op=hvd.Max).sum().backward()
     assert torch.allclose(x.grad, torch.tensor([1.0, float(size * (rank == 0))]))
-    # One zero: only its rank has a gradient. Two zeros: nobody has.
+    # One zero: only its rank has a gradient. Two zeros: no rank has one.
     x = torch.tensor([0.0 if rank == 0 else 2.0, 0.0 if rank < 2 else 2.0], requires_grad=True)
     hvd.allreduce(x, op=hvd.Product).sum().backward()
     alone = size * 2.0 ** (size - 1) if rank == 0 else 0.0

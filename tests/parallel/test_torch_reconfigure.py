@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Groups of torch.distributed whose members change, on real processes that nobody but the test has started."""
+"""Groups of torch.distributed whose members change, on real processes that the test itself starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPAWN = get_context("spawn")
 
 
 class Member:
-    """What a process of a test has: the group, and a place where processes leave each other notes."""
+    """A process of a test: its group, and a directory in which processes leave notes for each other."""
 
     def __init__(self, rank: int, size: int, folder: str) -> None:
         """Joins a group without members; `rank` and `size` are what torch tells of it until then."""
@@ -73,7 +73,7 @@ def serve(rank: int, folder: str, pipe: Any) -> None:
 
 
 class Crew:
-    """Processes that nobody but the test has started; one is there beside those of the first world."""
+    """Processes that the test itself has started; one is there beside those of the first world."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class Crew:
             theirs.close()
 
     def run(self, functions: dict[int, Callable[[Member], Any]], dies: tuple[int, ...] = ()) -> dict[int, Any]:
-        """What functions have returned, by process; those that die return nothing."""
+        """Returns the results of functions by process; a process that dies has no result."""
         for number, function in functions.items():
             self.pipes[number].send(function)
         found: dict[int, Any] = {}
@@ -190,11 +190,11 @@ def parted(member: Member) -> str:
     else:
         member.sums(3.0 if member.number < 2 else 12.0)
     member.handles("tried", [0, 1, 2, 3])
-    # With numbers of their own both halves go on, each for itself.
+    # With their own numbers both halves continue separately.
     half = member.handles("second", [0, 1] if member.number < 2 else [2, 3])
     member.becomes(201 if member.number < 2 else 202, half)
     member.sums(3.0 if member.number < 2 else 12.0)
-    # Who has a dead member on its list waits for it no longer than it was told to.
+    # A process with a dead member on its list waits for it no longer than its timeout.
     if member.number == 3:
         with pytest.raises(RuntimeError, match=r"did not call reconfigure\(203\) in time"):
             member.becomes(203, ["farandole:9:0:0:elsewhere", dist._get_reconfigure_handle()], timedelta(seconds=2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import farandole.torch as hvd
-from farandole.torch._comparison import digest
+from farandole.torch._state_comparison import digest
 from farandole.torch._state_transfer import Piece, Span, edges_of, pieces_of
 
 PIECE, LARGE = 256, 64
@@ -73,7 +73,7 @@ def everybody_in_every_role():
     usual_pieces()
 
 
-def test_takers_get_every_kind_of_tensor_whoever_sends_and_senders_keep_theirs(world):
+def test_takers_get_every_kind_of_tensor_from_any_sender_and_senders_keep_theirs(world):
     world.run(everybody_in_every_role)
 
 
@@ -156,9 +156,9 @@ def test_parts_end_between_two_elements():
 
 
 def test_equal_bytes_have_equal_digests_wherever_they_are(monkeypatch):
-    from farandole.torch import _comparison
+    from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
     for count in (0, 1, 3, 15, 16, 17, 33, 1000):
         numbers = (torch.arange(count + 1) % 251).to(torch.uint8)
         shifted = torch.cat([numbers[:1], numbers])[1:]
@@ -180,9 +180,9 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("one, other", DIFFERENCES.values(), ids=DIFFERENCES)  # noqa: PT006
 def test_different_bytes_have_different_digests(monkeypatch, one, other):
-    from farandole.torch import _comparison
+    from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_comparison, "_WORDS", 4)
+    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
     assert digest(one) != digest(other)
 
 
@@ -200,7 +200,7 @@ OPTIMIZERS = {
 
 
 def states_of_a_new_rank(name, dtype, new):
-    """What all ranks have after some of them have trained alike, and the new ones have come."""
+    """Returns the states of all ranks after some ranks have trained alike and new ranks have joined."""
     from farandole.torch._tolerant import Tolerance
 
     small_pieces()
@@ -266,7 +266,7 @@ def test_only_ranks_whose_state_has_the_same_tensors_send_parts(trio):
 
 
 def senders_that_differ():
-    """What a new rank gets from two ranks that have not reduced one of two parameters, and which come in parts."""
+    """Returns the state that a new rank gets in parts from two ranks that did not reduce one of two parameters."""
     from farandole.torch import _tolerant
 
     small_pieces()
@@ -327,7 +327,7 @@ def test_a_rank_with_other_options_than_the_first_sender_sends_nothing(trio):
 
 
 class Counter:
-    """What a script shares."""
+    """An object that a script shares."""
 
     def __init__(self, count):
         self.count = count

@@ -95,7 +95,7 @@ def halves_and_misuse():
     return messages
 
 
-def test_halves_stay_halves_and_misuse_is_told(pair):
+def test_halves_stay_halves_and_misuse_is_an_error(pair):
     for messages in pair.run(halves_and_misuse):
         assert ["two dimensions" in messages[0], "4 channels" in messages[1], "more than one value" in messages[2]] == [
             True

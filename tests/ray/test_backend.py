@@ -23,12 +23,13 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.saving import places
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
+from farandole.stores import seals
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def place():
-    """Where a rank is."""
+    """Returns the rank's place."""
     import farandole.numpy as hvd
 
     hvd.init()
@@ -39,6 +40,34 @@ def test_a_function_runs_on_ray(resources):
     backend = RayBackend(2, env={"MINE": "1"})
     assert backend.num_processes() == 2
     assert backend.run(place) == [(0, 2, "1"), (1, 2, "1")]
+
+
+def commits(folder, until):
+    """Returns the position at which a job continues from the store, and whether a worker has the secret."""
+    import farandole.numpy as hvd
+    from farandole.common import elastic
+
+    hvd.init()
+    state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state.save_to(folder, "job")
+
+    def loop(state):
+        begun = state.step
+        while state.step < until:
+            state.step += 1
+            state.commit()
+        return begun, seals.SECRET in os.environ
+
+    return elastic.run_fn(loop, elastic.leave_and_join)(state)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"min_num_proc": 2}])
+def test_commits_on_ray_are_sealed_by_the_secret_of_the_driver(resources, tmp_path, monkeypatch, bounds):
+    monkeypatch.setenv(seals.SECRET, "mine")
+    backend = RayBackend(2, verbose=0, **bounds)
+    assert backend.run(commits, (str(tmp_path), 2)) == [(0, False)] * 2
+    assert LocalStore(str(tmp_path)).to_remote("job").resume() is not None, "the seal is that of the driver's secret"
+    assert backend.run(commits, (str(tmp_path), 3)) == [(2, False)] * 2
 
 
 def test_a_saved_estimator_gets_its_backend_back_without_its_variables():

@@ -25,7 +25,7 @@ ROWS, BATCH, EPOCHS, RATE = 400, 4, 3, 0.001
 
 
 def summed(output, _label):
-    """Has each row add itself to the weight, by as much whatever the number of processes is."""
+    """Adds each row to the weight, by an amount that does not depend on the number of processes."""
     return -output.mean()
 
 

@@ -269,7 +269,7 @@ finally:
 
 
 def told(script, folder, *words):
-    """What a script prints. Ray's client sends its token only where it is told to."""
+    """Returns the output of a script. Ray's client sends its token only if it is configured to."""
     (folder / "script.py").write_text(script)
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120"}
     command = [sys.executable, folder / "script.py", folder, *words]

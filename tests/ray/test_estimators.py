@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The estimators of Keras and Lightning on Ray."""
 
+import json
 import sys
 
 import cloudpickle
@@ -78,3 +79,29 @@ def test_lightning_fits_there(common, line):
     fitted = LightningEstimator(model=Line(), **common).fit(line)
     inner = fitted.getModel().inner
     assert (inner.weight.item(), inner.bias.item()) == pytest.approx((2, 1), abs=0.1)
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_a_fit_is_recorded_with_its_epochs_ranks_and_output(common, line, tmp_path, elastic):
+    import torch
+
+    from farandole.spark.torch import TorchEstimator
+
+    def talk(state):
+        print("epoch", state.epoch, "of rank", state.rank)
+
+    model = torch.nn.Linear(1, 1)
+    backend = RayBackend(2, verbose=0, min_num_proc=1) if elastic else common["backend"]
+    TorchEstimator(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.MSELoss(), run_id="mine",
+        input_shapes=[[-1, 1]], callbacks=[talk], **common | {"backend": backend, "epochs": 2},
+    ).fit(line)  # fmt: skip
+    told = json.loads((tmp_path / "runs/mine/_record.json").read_text())
+    assert (told["state"], told["size"], told["done"]) == ("ended", 2, 2)
+    assert [(one["rank"], one["pid"] > 0, one["step_seconds"] > 0) for one in told["ranks"]] == [
+        (0, True, True),
+        (1, True, True),
+    ]
+    for rank in range(2):
+        printed = (tmp_path / f"runs/mine/output/rank.{rank}/stdout").read_text()
+        assert printed == f"epoch 0 of rank {rank}\nepoch 1 of rank {rank}\n"

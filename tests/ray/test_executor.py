@@ -130,7 +130,7 @@ def test_records_of_workers_reach_the_callbacks_while_the_function_runs(executor
     ]
 
 
-def test_a_record_that_nobody_takes_is_warned_of_once():
+def test_a_record_without_a_receiver_causes_one_warning():
     ray_logger.warning_raised = False
     with pytest.warns(UserWarning, match="logging is not configured"):
         ray_logger.log({"loss": 1})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which GPUs ranks see. Ray assigns as many as it was told of, also without hardware."""
+"""GPUs that ranks see. Ray assigns the configured number, also without hardware."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def seen():
 
 
 def apart(found, each):
-    """Whether ranks see as many GPUs as each needs, and none that another sees."""
+    """Returns whether ranks see as many GPUs as each needs, and none that another sees."""
     gpus = [gpu for _, own in found for gpu in own]
     return [len(own) for _, own in found] == [each] * len(found) and len(set(gpus)) == len(gpus)
 

@@ -26,7 +26,7 @@ MOST = 900
 
 
 class Together:
-    """How many steps have had two ranks since one was killed; a rank that joins has it from a peer."""
+    """Counts the steps of two ranks since one was killed; a rank that joins gets the count from a peer."""
 
     def __init__(self):
         self.steps = 0

@@ -24,7 +24,7 @@ ROWS = [{"x": x / 32, "y": 2 * x / 32} for x in range(64)]
 
 
 def loop(config):
-    """A regression over a shard of a data set; checkpoints each epoch, and goes on from the last one."""
+    """A regression over a shard of a data set; checkpoints each epoch, and continues from the last one."""
     import tempfile
 
     import torch
@@ -188,7 +188,7 @@ def test_torchs_trainer_trains_in_our_world_with_rays_loaders(resources, tmp_pat
 
 
 def elastic_loop(config):
-    """Steps whose state is committed; tells who does which step in which process."""
+    """Steps whose state is committed; prints the rank, the step and the process."""
     import time
 
     import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What one rank checks; the name of the check is the argument."""
+"""Checks that one rank runs; the argument is the name of the check."""
 
 import os
 import sys

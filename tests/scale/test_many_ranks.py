@@ -72,7 +72,7 @@ sys.stdout.write(f"{time.monotonic() - began}")
 
 
 def run(script: str) -> list[str]:
-    """What each rank has said, an error where one has failed; `None` for the one that was killed."""
+    """Returns the output of each rank, the error of a rank that failed, and `None` for the one that was killed."""
     told = {
         "HOROVOD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def hvd():
-    """`farandole.torch`, initialized in a process that nobody launched."""
+    """`farandole.torch`, initialized in a process without a launcher."""
     from farandole import torch
 
     torch.init()

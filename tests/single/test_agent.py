@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What an agent does when its gang is broken up, on a launcher that plays a script."""
+"""An agent whose gang breaks up, with a launcher that plays a script."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def run(tmp_path):
 
 
 def values(data, tag):
-    """What a file has of a tag, with the steps."""
+    """Returns the values of a tag in a file, with their steps."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     found, place = [], 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run goes on."""
+"""Checkpoints that are cut off, damaged or missing, and a loss of power at any moment: a run continues."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def keras_fit(data, run, epochs):
     return made.fit_on_parquet()
 
 
-def test_a_run_of_keras_with_a_truncated_checkpoint_goes_on_from_the_one_before(data, caplog):
+def test_a_run_of_keras_with_a_truncated_checkpoint_continues_from_the_one_before(data, caplog):
     first = keras_fit(data, "r", 2).getHistory()["loss"]
     path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(path.read_bytes()[:-100])

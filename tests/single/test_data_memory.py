@@ -18,7 +18,7 @@ from farandole.data import ParquetLoader, memory
 
 MIB = 1 << 20
 BESIDES = 40 * MIB
-"""What the interpreter, thread stacks and buffers of files take besides."""
+"""Additional memory of the interpreter, thread stacks and buffers of files."""
 
 MEASURE = """
 import re, sys

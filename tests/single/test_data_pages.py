@@ -135,7 +135,7 @@ PLACES = {
     '"/data/farandole"': '"farandole"',
     '"s3://bucket/train"': "train",
 }
-"""What the pages name, and what it is here."""
+"""Names in the pages, and their values here."""
 
 
 @pytest.mark.parametrize(("page", "before"), [("preparing-data.md", PREPARING), ("reading-data.md", READING)])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the partition writer makes of pyarrow's batches, as pyarrow reads it back."""
+"""Files of the partition writer, written from pyarrow's batches and read with pyarrow."""
 
 import datetime as dt
 import decimal

@@ -97,7 +97,7 @@ def test_the_tail_is_kept_padded_or_dropped(files):
     assert weights.tolist() == [1.0] + [0.0] * 999
 
 
-def test_an_epoch_goes_on_where_it_was_left_on_another_size(files):
+def test_an_epoch_continues_where_it_was_left_on_another_size(files):
     dataset = Dataset.open(str(files))
     done = [flat(ids(Reader(dataset, batch_size=50, rank=rank, size=2).epoch(0))[:7]) for rank in range(2)]
     rest = [flat(ids(Reader(dataset, batch_size=9, rank=rank, size=3).epoch(0, 700))) for rank in range(3)]

@@ -45,7 +45,7 @@ def rest(loader):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("done", [0, 1, 5, 7])
-def test_an_epoch_goes_on_on_any_other_world_without_loss_or_repeat(path, done, shuffle):
+def test_an_epoch_continues_on_any_other_world_without_loss_or_repeat(path, done, shuffle):
     before = world(path, 2, 60, shuffle=shuffle, seed=3)
     seen = [row for loader in before for row in some(loader, done)]
     states = [loader.state_dict() for loader in before]
@@ -58,7 +58,7 @@ def test_an_epoch_goes_on_on_any_other_world_without_loss_or_repeat(path, done, 
         assert sorted(seen + [row for loader in after for row in rest(loader)]) == list(range(ROWS))
 
 
-def test_the_same_world_goes_on_with_the_same_batches(path):
+def test_the_same_world_continues_with_the_same_batches(path):
     whole = [batch["id"].tolist() for batch in ParquetLoader(path, 64, seed=1)]
     loader = ParquetLoader(path, 64, seed=1)
     some(loader, 4)
@@ -156,7 +156,7 @@ def test_every_iteration_of_a_dataloader_with_workers_is_the_next_epoch(path, pe
     assert [batch["id"].tolist() for batch in loader] == epochs[1]
 
 
-def test_worker_processes_go_on_where_they_were(path, monkeypatch):
+def test_worker_processes_continue_where_they_were(path, monkeypatch):
     import torch
     from torch.utils.data import _utils
 

@@ -198,7 +198,7 @@ def test_a_state_fits_another_world_only_between_pools(url):
         weighted(url).load_state_dict(between)
 
 
-def test_a_mix_takes_from_each_loader_its_share_and_goes_on_after_their_epochs(url):
+def test_a_mix_takes_from_each_loader_its_share_and_continues_after_their_epochs(url):
     loaders = {"a": plain(url, 100), "b": plain(url, 7)}
     mix = MixedLoader(loaders, {"a": 1, "b": 3}, steps=50)
     sizes = [len(batch["id"]) for _ in range(2) for batch in mix]

@@ -39,7 +39,7 @@ def seen(batches):
     return [batch["id"].tolist() for batch in batches]
 
 
-def test_ranks_share_each_step_in_the_order_of_time_and_epochs_go_on():
+def test_ranks_share_each_step_in_the_order_of_time_and_epochs_continue():
     ranks = [stream(size=2, rank=rank, steps_per_epoch=3) for rank in range(2)]
     assert [len(one) for one in ranks] == [3, 3]
     for epoch in range(3):

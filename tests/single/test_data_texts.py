@@ -96,7 +96,7 @@ def test_a_function_in_another_process_gets_texts_and_must_not_return_them(path)
     loader.close()
 
 
-def test_an_epoch_goes_on_where_it_was_left(path):
+def test_an_epoch_continues_where_it_was_left(path):
     loader = ParquetLoader(path, 30, columns=["s"])
     whole = [batch["s"].tolist() for batch in loader]
     loader.set_epoch(0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What happens to batches on their way: functions of the user, threads, values in place of nulls."""
+"""Batches on their way to the loop: functions of the user, threads, values in place of nulls."""
 
 import contextlib
 import importlib.util
@@ -333,7 +333,8 @@ def test_tensorflow_takes_the_batches(path, tmp_path):
         pytest.skip("TensorFlow is not installed")
     pq.write_table(pa.table({"s": ["a", "ü"], "b": [b"\0", b""]}), tmp_path / "f.parquet")
     command = [sys.executable, "-c", TENSORFLOW, str(path), str(tmp_path), str(ROWS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}  # see test_ragged
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "all of it\n", done.stderr
 
 

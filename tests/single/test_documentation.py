@@ -20,7 +20,7 @@ def links(page: Path) -> set[Path]:
 
 
 def clicks() -> dict[Path, int]:
-    """How many clicks each page is away from the front page."""
+    """Returns the number of clicks from the front page to each page."""
     away = {FRONT: 0}
     queue = [FRONT]
     for page in queue:
@@ -46,7 +46,7 @@ def test_at_least_twenty_everyday_questions_are_answered_within_two_clicks():
 
 
 def unanswered_by(questions: Path, route: str, target: str, anchor: str, words: str) -> str:
-    """Why the links of a route from the front page do not lead to the answer; empty if they do."""
+    """Describes why the links of a route do not lead to the answer; empty if they do."""
     here, names = FRONT, route.split(", ")
     for name in names:
         link = re.search(rf"\[{re.escape(name)}\]\(([^)#\s:]+\.md)(?:#[^)]*)?\)", here.read_text())
@@ -78,7 +78,7 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     section = (DOCS / "troubleshooting.md").read_text().split("## By symptom")[0]
     messages = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
     files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("python/farandole/**/*.py")]
-    # A literal may go on in the next line, after a backslash.
+    # A literal may continue in the next line, after a backslash.
     sources = "\n".join(re.sub(r"\\\n\s*", "", file.read_text()) for file in files)
     sources = re.sub(r"\{[^{}\n]*\}", "...", sources)
     missing = [message for message in messages if message not in sources]
@@ -165,7 +165,7 @@ def test_the_reference_names_every_module_that_states_public_names():
 
 
 def test_no_page_installs_farandole_from_an_index_which_has_no_release():
-    # The messages of the troubleshooting page are read by someone who has installed the wheel: pip keeps it.
+    # A reader of the messages on the troubleshooting page has installed the wheel: pip keeps it.
     installed = {("docs/start/index.md", "pip install 'farandole[jax]'")}
     lines = {
         (str(page.relative_to(ROOT)), line)

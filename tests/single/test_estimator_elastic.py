@@ -44,7 +44,7 @@ def rows(tmp_path):
 
 
 def summed(output, _label):
-    """Has each row add itself to the weight, by as much whatever the number of processes is."""
+    """Adds each row to the weight, by an amount that does not depend on the number of processes."""
     return -output.mean()
 
 
@@ -80,7 +80,7 @@ class Disturbance(Callback):
 
 
 def notes(folder):
-    """What each process has noted."""
+    """Returns the notes of each process."""
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("note-*")]
 
 
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_replaced_and_each_row_of_each_epoch_counts_once(rows
     assert "was ended by SIGKILL" in err
 
 
-def test_a_fit_that_loses_all_its_workers_goes_on_from_its_checkpoint(rows, tmp_path):
+def test_a_fit_that_loses_all_its_workers_continues_from_its_checkpoint(rows, tmp_path):
     check(fit(tmp_path, callbacks=[Disturbance(tmp_path, (0, 1))], run_id="run"), rows)
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-0", "killed-1"}
     begun = [one["epoch"] for said in notes(tmp_path) for one in said[:2] if "epoch" in one]
@@ -154,7 +154,7 @@ def test_an_error_of_one_worker_ends_the_fit(rows, tmp_path):
 
 
 class Sum(lightning.LightningModule):
-    """Has each row of all processes add itself to the weight, whatever their number is."""
+    """Adds each row of all processes to the weight, for any number of them."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def looking():
 
 
 class Disturbs(lightning.Callback):
-    """As `Disturbance`; also notes the threads that look whether the user has stopped the fit."""
+    """Like `Disturbance`; also notes the threads that look whether the user has stopped the fit."""
 
     def __init__(self, folder):
         self.folder = str(folder)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Runs whose workers are killed, and which go on from their checkpoints: the model is that of an undisturbed run."""
+"""Runs whose workers are killed, and which continue from their checkpoints: the model is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def data(tmp_path):
 
 
 def die_once(marker, rank):
-    """Ends the second of two ranks, if nobody has done that yet."""
+    """Ends the second of two ranks, if it still runs."""
     if rank == 1 and not Path(marker).exists():
         Path(marker).touch()
         os.kill(os.getpid(), signal.SIGKILL)

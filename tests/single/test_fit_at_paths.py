@@ -118,7 +118,7 @@ def test_files_at_paths_are_encoded_and_described(tmp_path):
         assert model.getHistory()[-1]["rows"] == 96
 
 
-def test_a_run_does_not_go_on_with_rows_of_another_path(tmp_path, rows):
+def test_a_run_does_not_continue_with_rows_of_another_path(tmp_path, rows):
     model = linear()
     known = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05), "run_id": "r"}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Parquet that nobody prepared: of Spark, pandas and Delta, in directories whose names are columns."""
+"""Unprepared Parquet: of Spark, pandas and Delta, in directories whose names are columns."""
 
 import base64
 import datetime as dt

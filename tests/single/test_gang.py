@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver makes of events, on a registrar and agents that play a script."""
+"""Reactions of the driver to events, with a registrar and agents that play a script."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -14,10 +15,12 @@ import pytest
 from farandole.runner import gang
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import Agents, Output, conduct
+from farandole.runner.hearing import LAST, STAYS
 from farandole.runner.outcome import Ending, results
+from farandole.runner.watcher import Watcher
 from farandole.spark.job import meeting
 
-FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal")
+FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal", "stderr_tail")
 
 
 def event(kind: str, **told: object) -> SimpleNamespace:
@@ -86,6 +89,37 @@ def test_the_verdicts_rank_is_blamed_when_its_task_brings_no_rows():
     assert script.aborted is not None
     assert script.cancelled > 0
     assert script.closed
+
+
+def test_without_streams_the_exit_of_a_rank_has_its_last_lines_of_stderr():
+    script = Script(STARTED, [event("exit", task=1, rank=1, signal=9, stderr_tail="last\nwords")])
+    with pytest.raises(FarandoleJobError) as caught:
+        play(script)
+    assert caught.value.stderr_tail == "last\nwords"
+
+
+class Lines(Watcher):
+    """Keeps the lines that it is told."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[int, str], list[str]] = {}
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        self.lines.setdefault((rank, stream), []).append(text)
+
+
+def test_a_watcher_gets_the_last_lines_of_stderr_once_and_a_note_that_the_rest_is_elsewhere():
+    ends = [event("exit", task=rank, rank=rank, exit_code=0, stderr_tail="a warning\nanother") for rank in range(2)]
+    for streams in ({}, {"stdout": io.StringIO(), "stderr": io.StringIO()}):
+        watcher = Lines()
+        script = Script([*STARTED, event("log", task=1, rank=1, stream="stdout", text="here")], ends, endings=[])
+        with contextlib.suppress(FarandoleJobError):
+            conduct(script, script, 2, Output(**streams), None, 60.0, "tasks", watcher)
+        if streams:
+            assert watcher.lines == {(1, "stdout"): ["here"]}
+        else:
+            assert watcher.lines[0, "stderr"] == [STAYS, LAST, "a warning", "another"]
+            assert watcher.lines[0, "stdout"] == [STAYS]
 
 
 def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
@@ -229,7 +263,7 @@ def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_exe
     assert play(script, start_timeout=60.0) == []
 
 
-def test_a_gang_that_nobody_completes_again_is_given_up_with_the_reason_for_its_end(monkeypatch):
+def test_an_incomplete_gang_is_given_up_with_the_reason_for_its_end(monkeypatch):
     script = Script(STARTED, [event("aborted", task=1, rank=1, text="rank 1 on host-1 was lost: silence")])
     Clock(monkeypatch).passes(script, 1, 7200, 59, 2)
     with pytest.raises(TimeoutError, match=r"within 60 s after the last one ended: rank 1 on host-1 was lost: silence"):

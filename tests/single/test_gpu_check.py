@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `make gpu-check` would do on a GPU, as far as a host without one can tell."""
+"""Checks of `make gpu-check`, as far as a host without a GPU can run them."""
 
 import os
 import subprocess

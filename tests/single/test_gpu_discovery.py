@@ -9,7 +9,7 @@ import json
 from farandole.spark import gpus
 
 
-def test_gpus_are_told_as_spark_reads_them(tmp_path, monkeypatch, capsys):
+def test_gpus_are_printed_as_spark_reads_them(tmp_path, monkeypatch, capsys):
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=index --format=csv,noheader" ] && printf "0\\n3\\n"\n')
     program.chmod(0o755)

@@ -241,7 +241,7 @@ def test_a_process_that_trains_again_keeps_no_thread_of_the_fit_before(tmp_path,
 
 
 class Fake:
-    """What the server calls."""
+    """A backend that records the server's calls."""
 
     def __init__(self, fails=False):
         self.calls = []
@@ -279,7 +279,7 @@ def serve():
         one.close()
 
 
-def test_only_who_knows_the_token_can_stop(serve):
+def test_only_a_holder_of_the_token_can_stop(serve):
     stop = Fake()
     endpoint = serve(stop)
     assert len(endpoint.path) == 34

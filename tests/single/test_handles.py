@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What waiting gives, call by call, and of which member."""
+    """Replaces `wait` and returns its planned answers, in the order of the calls, with the members."""
     answers: list[Any] = []
 
     def wait(member: int) -> int:
@@ -35,14 +35,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def table() -> Iterator[handles.HandleTable]:
-    """Of operations that were never started."""
+    """A table of operations that were never started."""
     own = handles.HandleTable("test")
     yield own
     assert not own._entries
     assert not own._boarding
 
 
-def test_a_wait_that_was_interrupted_goes_on_where_it_was(told: list[Any], table: handles.HandleTable) -> None:
+def test_a_wait_that_was_interrupted_continues_where_it_was(told: list[Any], table: handles.HandleTable) -> None:
     handle = table.submit(None, list, lambda: [7, 8, 9])
     told += [(7, 70), (8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):

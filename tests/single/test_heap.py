@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""When freed memory goes back to the system although workers keep it."""
+"""Freed memory goes back to the system although workers keep the process."""
 
 import os
 import subprocess

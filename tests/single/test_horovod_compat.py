@@ -47,7 +47,7 @@ DEEP = {
 
 @pytest.fixture(autouse=True)
 def _convention(monkeypatch):
-    """The drop-in leaves a convention that somebody chose; what it chooses would hold for the tests that follow."""
+    """The drop-in leaves a convention that the user chose; its own choice would hold for later tests."""
     monkeypatch.setenv("FARANDOLE_GRADIENT_CONVENTION", "farandole")
 
 
@@ -93,7 +93,7 @@ def test_a_module_of_the_drop_in_is_taken_from_its_package(package, name):
     assert space["taken"].__name__ == f"horovod.{package}.{name}"
 
 
-def test_states_are_told_of_hosts_by_one_class():
+def test_states_get_changes_of_hosts_from_one_class():
     worker = importlib.import_module("horovod.runner.elastic.worker")
     assert worker.HostUpdateResult is importlib.import_module("horovod.torch").elastic.HostUpdateResult
 
@@ -114,7 +114,7 @@ def test_a_fresh_process_imports_horovod_without_a_framework_or_a_thread():
 
 
 @pytest.mark.parametrize("given", [None, "FARANDOLE_GRADIENT_CONVENTION", "HOROVOD_GRADIENT_CONVENTION"])
-def test_the_drop_in_chooses_horovods_gradients_unless_somebody_has_chosen(given):
+def test_the_drop_in_chooses_horovods_gradients_unless_the_user_has_chosen(given):
     program = (
         "import horovod, os\n"
         "from farandole.common import convention\n"

@@ -17,7 +17,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _convention(monkeypatch):
-    """What the drop-in chooses would hold for the tests that follow."""
+    """Sets Farandole's gradient convention, and restores it after a test, because the drop-in sets another one."""
     monkeypatch.setenv("FARANDOLE_GRADIENT_CONVENTION", "farandole")
 
 

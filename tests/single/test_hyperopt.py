@@ -29,7 +29,7 @@ def train(point):
     return {"error": float(hvd.allreduce((point["x"] + point["shift"]) ** 2)), "ranks": hvd.size()}
 
 
-def test_trials_are_jobs_and_a_search_goes_on_where_it_was_left():
+def test_trials_are_jobs_and_a_search_continues_where_it_was_left():
     trials = hyperopt.Trials()
     first = fmin(
         train, SPACE, max_evals=2, backend=BACKEND, metric="error", trials=trials, rstate=np.random.default_rng(1)
@@ -45,7 +45,7 @@ def test_trials_are_jobs_and_a_search_goes_on_where_it_was_left():
 
 def test_as_many_trials_run_at_once_as_there_are_slots_for(tmp_path):
     def meets(x):
-        """Waits for the other trial: one after the other they would wait in vain."""
+        """Waits for the other trial: trials in sequence would wait without end."""
         (tmp_path / str(x)).touch()
         deadline = time.monotonic() + 60
         while len(list(Path(tmp_path).iterdir())) < 2:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `import farandole` costs and what it may not do."""
+"""`import farandole`: its time, and modules that it must not load."""
 
 import importlib.util
 import pickle

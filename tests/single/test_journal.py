@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a fit's driver writes for the run viewer."""
+"""Files that a fit's driver writes for the run viewer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
     assert [(one["epoch"], one["loss"]) for one in steps(tmp_path)] == [(0.5, 1.5)]
 
 
-def test_a_failed_run_says_why_and_its_events_stay_when_it_goes_on(remote, tmp_path):
+def test_a_failed_run_says_why_and_its_events_stay_when_it_continues(remote, tmp_path):
     book = Journal(remote, {})
     with pytest.raises(FarandoleJobError), training.telling(None, "mine", "x", {}, book) as run:
         fail(run)

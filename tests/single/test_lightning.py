@@ -112,7 +112,7 @@ def test_a_plain_module_with_optimizer_and_loss_does_as_well(data):
     assert isinstance(fitted.getModel(), torch.nn.Linear)
 
 
-def test_a_scheduler_of_a_plain_module_steps_when_it_is_told_to(data):
+def test_a_scheduler_of_a_plain_module_steps_when_configured(data):
     def fitted(interval, **params):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

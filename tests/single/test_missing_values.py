@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nulls, NaN and infinities of data that somebody else wrote, on their way to PyTorch and Lightning."""
+"""Nulls, NaN and infinities of foreign data, on their way to PyTorch and Lightning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a cell shows of a fit: a curve of steps, the time that is left, and never more than a few kilobytes."""
+"""The notebook output of a fit: a curve of steps, the remaining time, and at most a few kilobytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_curve_grows_within_the_first_epoch(cell):
     assert len(re.findall("<polyline|<circle", cell.pages[-1])) == 2, "the steps and the epoch"
 
 
-def test_the_time_that_is_left_is_told_of_a_run_that_goes_on_from_a_checkpoint(cell):
+def test_the_time_that_is_left_is_shown_for_a_run_that_continues_from_a_checkpoint(cell):
     shown = notebook.Notebook()
     shown.report(epoch(1))  # half of it was done before
     assert "left" not in cell.pages[-1]

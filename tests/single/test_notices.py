@@ -42,7 +42,7 @@ def test_a_signal_ends_the_process_only_after_the_registrar_knows_of_the_first_o
     assert found.stdout.splitlines() == ["told: it got SIGTERM", "registered", "goes on"]
 
 
-def test_a_second_signal_while_the_registrar_is_told_ends_the_process() -> None:
+def test_a_second_signal_during_the_report_to_the_registrar_ends_the_process() -> None:
     found = ended("again")
     assert found.returncode == -signal.SIGTERM, found.stderr
     assert "goes on" not in found.stdout

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""How endings travel in rows, and which of several failures is raised."""
+"""Outcomes of tasks in rows, and the choice of the failure that is raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_results_are_ordered_by_rank_not_by_task():
     assert results(swapped, 2) == [0, 1]
 
 
-def test_the_rank_that_nobody_ended_is_blamed():
+def test_the_rank_that_ended_by_itself_is_blamed():
     endings = [
         Ending(0, "a", rank=0, signal_name="SIGTERM", aborted=True, reason="rank 2 failed"),
         well(1, None),
@@ -65,7 +65,7 @@ def test_a_task_without_rows_is_named():
         results([well(0, 1)], 2)
 
 
-def test_a_traceback_that_is_on_stderr_too_is_told_once():
+def test_a_traceback_that_is_on_stderr_too_is_shown_once():
     told = ("ValueError", "odd", "Traceback (most recent call last):\nValueError: odd\n", None)
     tail = f"before\n{told[2]}"
     ending = Ending(0, "h", rank=0, exit_code=1, stderr_tail=tail, result=pickle.dumps(("error", *told)))

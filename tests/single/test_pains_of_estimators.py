@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What hurt users of Horovod's estimators, each named after what they saw; those about running are in tests/spark."""
+"""Problems that users of Horovod's estimators reported, one a test; those about running are in tests/spark."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Files in a store that hold code: none of it runs where nobody has allowed it."""
+"""Files in a store that hold code: none of it runs without consent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_poison_works(mark):
 
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*")
 @pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
-def test_a_poisoned_checkpoint_ends_the_run_that_would_go_on_from_it(data, mark, fitted):
+def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, mark, fitted):
     fitted(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     state = torch.load(path, weights_only=True)
@@ -108,7 +108,7 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
     linear = torch.nn.Linear(1, 1)
     _, parts = TorchModelWriter(TorchModel(model=linear)).parts({"model": linear})
     poisoned = parts | {"objects": pickle.dumps(Poison(mark))}
-    with pytest.raises(PickleNotAllowedError, match="what is saved at here holds pickled code"):
+    with pytest.raises(PickleNotAllowedError, match="the object saved at here holds pickled code"):
         TorchModelReader(TorchModel).allow_pickle(False).restore(TorchModel(), poisoned, "here")
     monkeypatch.setenv(VARIABLE, "0")
     for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):

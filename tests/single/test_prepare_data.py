@@ -198,7 +198,7 @@ def test_nulls_and_nan_are_errors_unless_something_takes_their_place(tmp_path):
         prepare_data(holes, tmp_path, fill={"z": 0})
 
 
-def test_extremes_are_told_of_columns_whose_values_are_all_numbers_and_of_no_others(tmp_path):
+def test_extremes_are_given_for_columns_whose_values_are_all_numbers_and_for_no_others(tmp_path):
     # Two batches of one partition: what the first has does not speak for the second.
     first, second = pa.table({"x": [0.5, 1.5], "i": [1, 2]}), pa.table({"x": [float("nan"), 2.5], "i": [3, 4]})
     done = prepare_data(pa.concat_tables([first, second]), tmp_path, allow_nan=True)
@@ -266,7 +266,7 @@ print("done", done.index, done.resumed, done.train_rows + done.val_rows)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_killed_preparation_goes_on_with_what_is_missing(tmp_path, kind):
+def test_a_killed_preparation_continues_with_what_is_missing(tmp_path, kind):
     rows = 40_000
     source = tmp_path / f"many.{kind}"
     table = pa.table({"id": np.arange(rows), "x": np.arange(rows) * 0.5})
@@ -322,7 +322,7 @@ for number in range(4):
         assert values.tolist() == [int(number)] * 50
 
 
-def test_a_full_disk_is_said_and_the_next_try_goes_on(tmp_path):
+def test_a_full_disk_is_said_and_the_next_try_continues(tmp_path):
     pa.csv.write_csv(pa.table({"id": np.arange(200_000), "x": np.arange(200_000) * 0.5}), tmp_path / "many.csv")
     code = f"""
 import resource, sys
@@ -392,7 +392,7 @@ def test_data_of_a_name_is_kept_and_data_of_a_stream_gives_its_place(tmp_path, t
     assert prepare_data(table, tmp_path).reused
 
 
-def test_a_place_of_somebody_else_is_passed_over(tmp_path, table):
+def test_a_foreign_place_is_ignored(tmp_path, table):
     theirs = tmp_path / "intermediate_train_data.0" / "part-0.parquet"
     theirs.parent.mkdir()
     theirs.write_text("precious")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a fit shows, and its history as rows."""
+"""Progress of a fit in a terminal, and its history as rows."""
 
 import io
 import types
@@ -46,7 +46,7 @@ def clock(monkeypatch):
     return found
 
 
-def test_lines_of_a_run_that_goes_on_tell_the_time_that_is_left(clock):
+def test_lines_of_a_run_that_continues_tell_the_time_that_is_left(clock):
     stream = io.StringIO()
     with progress.Lines(stream) as shown:
         shown.report(EPOCH | {"epochs": 4})  # half of it was done before
@@ -60,7 +60,7 @@ def test_lines_of_a_run_that_goes_on_tell_the_time_that_is_left(clock):
     assert last.endswith("1,234 rows/s")
 
 
-def test_a_bar_of_a_run_that_goes_on_tells_the_time_that_is_left(clock, capfd, monkeypatch):
+def test_a_bar_of_a_run_that_continues_tells_the_time_that_is_left(clock, capfd, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")

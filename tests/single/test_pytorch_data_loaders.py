@@ -60,8 +60,8 @@ def test_a_queue_shuffles_and_loses_nothing(reader):
 
 
 @pytest.mark.parametrize("kind", [loaders.PytorchInfiniteDataLoader, loaders.PytorchInfiniteAsyncDataLoader])
-def test_an_endless_loader_goes_on_where_it_was(reader, kind):
-    # The thread makes no batch that nobody asked for: the next epoch misses none.
+def test_an_endless_loader_continues_where_it_was(reader, kind):
+    # The thread makes no batch without a request: the next epoch misses none.
     options: dict[str, Any] = {"async_loader_queue_size": 4} if kind is loaders.PytorchInfiniteAsyncDataLoader else {}
     loader = kind(reader=reader, batch_size=10, shuffling_queue_capacity=0, limit_step_per_epoch=8, **options)
     seen = ids(loader) + ids(loader)

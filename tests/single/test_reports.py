@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What listeners are told of reports that have the form of their kind, and of those that have not."""
+"""Listeners get reports that have the form of their kind, and only those."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the engine is told of compressors. `tests/parallel/test_rounded_sums.py` shows what it does with it."""
+"""Registration of compressors at the engine. `tests/parallel/test_rounded_sums.py` shows the sums."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run goes on with the data, model and parameters that it was begun with, and says what differs."""
+"""A run continues with the data, model and parameters that it was begun with, and reports differences."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_other_rows_are_refused_though_their_number_is_the_same(data):
         fit(data, epochs=2)
 
 
-def test_rows_of_a_frame_are_told_apart_by_their_values(tmp_path):
+def test_rows_of_a_frame_are_distinguished_by_their_values(tmp_path):
     frame = pd.DataFrame({"a": np.linspace(0, 1, 64, dtype=np.float32), "y": np.linspace(0, 1, 64, dtype=np.float32)})
     columns = {"feature_cols": [["a", "a2"]], "label_cols": ["y"], "run_id": "r", "epochs": 1}
     frame["a2"] = frame["a"]
@@ -91,7 +91,7 @@ def test_rows_of_a_frame_are_told_apart_by_their_values(tmp_path):
         estimator(tmp_path, linear(), **columns | {"epochs": 3}).fit(other)
 
 
-def test_more_epochs_and_what_only_says_how_go_on(data):
+def test_more_epochs_and_what_only_says_how_continue(data):
     fit(data)
     again = fit(
         data, epochs=3, verbose=1, partitions_per_process=2, train_reader_num_workers=1, metrics=[torch.nn.L1Loss()],
@@ -109,7 +109,7 @@ def test_fewer_epochs_than_are_done_are_said(data):
     assert torch.equal(weights(two), weights(three))
 
 
-def test_force_goes_on_and_says_so_and_the_next_fit_needs_it_no_more(data, capsys):
+def test_force_continues_and_says_so_and_the_next_fit_needs_it_no_more(data, capsys):
     model = linear()
     fit(data, **sgd(model, lr=0.05))
     forced = fit(data, **sgd(model, lr=0.1), epochs=2, resume="force", verbose=1)
@@ -138,7 +138,7 @@ def test_a_run_that_never_ended_an_epoch_may_be_begun_with_something_else(data):
     assert len(fit(data, **sgd(model, lr=0.1)).getHistory()) == 1
 
 
-def test_a_run_of_an_older_version_goes_on_and_has_a_fingerprint_then(data, capsys):
+def test_a_run_of_an_older_version_continues_and_has_a_fingerprint_then(data, capsys):
     fit(data)
     file = data / "runs/r/_fingerprint.json"
     file.unlink()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Marks in a store: one driver a run, leavings of killed drivers, marks of long jobs."""
+"""Marks in a store: one driver or job a run, leavings of killed drivers, marks of long jobs."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ import time
 import pytest
 from tests.single.training import estimator, line, linear, write
 
-from farandole.data import marks
+from farandole.common import elastic
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunInUseError, alone
 from farandole.spark.job.spill import Spill
+from farandole.stores import marks, tenure
 
 KILLED = """
 import os, sys
@@ -95,7 +97,7 @@ def test_the_run_of_a_lost_host_is_free_when_its_driver_has_said_nothing_for_ten
             assert not file.exists()
 
 
-def test_a_driver_that_was_stopped_until_another_took_its_run_is_told(tmp_path, caplog):
+def test_a_driver_that_was_stopped_until_another_took_its_run_gets_an_error(tmp_path, caplog):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     with alone(url, "r"):
         file = tmp_path / "runs/r/_lease-1.json"
@@ -117,3 +119,90 @@ def test_marks_are_renewed_and_only_those_that_are_held(tmp_path):
         assert json.loads(file.read_text()) == {**told, "time": pytest.approx(time.time(), abs=60)}
     marks.renew_all(due=False)
     assert not file.exists()
+
+
+def job(folder, monkeypatch, number, rank=0):
+    """An elastic job of this process, and its state, whose commits go to the run."""
+    ticket = base64.urlsafe_b64encode(bytes(32) + bytes([number]) * 32 + b"rest").decode().rstrip("=")
+    monkeypatch.setenv("FARANDOLE_JOB", f"frn1.{ticket}")
+    state = elastic.ObjectState(lambda value: value, lambda: rank, step=0)
+    state.save_to(str(folder), "r")
+    return state
+
+
+def trained(state, during=lambda _: None):
+    """Trains for a step, and commits."""
+
+    def loop(state):
+        state.step += 1
+        during(state)
+        state.commit()
+        return state.step
+
+    return elastic.run_fn(loop, lambda: None)(state)
+
+
+def test_a_run_that_an_elastic_job_commits_to_is_refused_to_other_jobs_and_to_fits(tmp_path, monkeypatch):
+    url = LocalStore(str(tmp_path)).to_remote("r").run_path
+
+    def others(_):
+        with pytest.raises(RunInUseError, match="run 'r' is being trained by another fit"), alone(url, "r"):
+            pytest.fail("a fit holds it, too")
+        with pytest.raises(RunInUseError, match="run 'r' is trained elsewhere"):
+            trained(job(tmp_path, monkeypatch, 2))
+
+    assert trained(job(tmp_path, monkeypatch, 1), others) == 1
+    assert not list((tmp_path / "runs/r").glob("_lease*"))
+    with alone(url, "r"), pytest.raises(RunInUseError, match="choose another run_id, or end the other one"):
+        trained(job(tmp_path, monkeypatch, 1))
+    assert trained(job(tmp_path, monkeypatch, 2)) == 2, "and goes on from the other's commit afterwards"
+
+
+def test_the_next_rank_0_of_a_job_takes_its_run_at_once_and_the_last_one_writes_no_more(tmp_path, monkeypatch):
+    def replaced(_):
+        file = tmp_path / "runs/r/_lease-1.json"
+        elsewhere(file)  # as if this process were one of another host
+        lease = json.loads(file.read_text())
+        assert lease["job"] == bytes([1] * 32).hex()
+        assert trained(job(tmp_path, monkeypatch, 1)) == 1
+        assert not file.exists()
+
+    with pytest.raises(RunInUseError, match="another process has taken it from this one"):
+        trained(job(tmp_path, monkeypatch, 1), replaced)
+    assert trained(job(tmp_path, monkeypatch, 1)) == 2
+
+
+def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(tmp_path, monkeypatch, caplog):
+    rank = [0]
+    state = job(tmp_path, monkeypatch, 1)
+    state._rank = lambda: rank[0]
+    rounds = []
+
+    def loop(state):
+        rounds.append(sorted(path.name for path in (tmp_path / "runs/r").glob("_lease*")))
+        if len(rounds) == 1:
+            rank[0] = 1
+            raise elastic.HostsUpdatedInterrupt(skip_sync=False)
+        marks.renew_all(due=False)
+
+    elastic.run_fn(loop, lambda: None)(state)
+    assert rounds == [["_lease-1.json"], ["_lease-1.json"]], "the file stays for the next rank 0"
+    assert "is gone" not in caplog.text
+    assert (tmp_path / "runs/r/_lease-1.json").exists()
+
+
+def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, monkeypatch, caplog):
+    run = tmp_path / "runs/r"
+    run.mkdir(parents=True)
+    file = run / "_lease-4.json"
+    told = {"host": "x", "boot": "another", "pid": 1, "job": "an earlier one", "lasts": tenure.LASTS}
+    file.write_text(json.dumps({**told, "time": time.time() - tenure.LASTS + 3}))
+    began = time.monotonic()
+    assert trained(job(tmp_path, monkeypatch, 1)) == 1
+    assert 2 < time.monotonic() - began < 60
+    assert "may be lost: waiting for at most" in caplog.text
+    # One that says that it lives is not waited for.
+    file.write_text(json.dumps({**told, "time": time.time()}))
+    monkeypatch.setattr(tenure.time, "sleep", lambda _: file.write_text(json.dumps({**told, "time": time.time() + 1})))
+    with pytest.raises(RunInUseError, match="another job, or a fit, has it"):
+        trained(job(tmp_path, monkeypatch, 1))

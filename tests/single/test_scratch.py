@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Directories of workers, which nobody finds after them."""
+"""Directories of workers, which are gone after them."""
 
 from __future__ import annotations
 

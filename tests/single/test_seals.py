@@ -5,15 +5,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+import sys
 
+import cloudpickle
 import pytest
 from tests.single.test_checkpoint_safety import Recorder, archive, text_of, torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.spark.common import LocalStore
-from farandole.stores import durable, seals
+from farandole.runner.agent import Work
+from farandole.runner.errors import FarandoleJobError
+from farandole.spark.common import LocalBackend, LocalStore
+from farandole.stores import durable, keys, seals
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,7 +35,7 @@ def secret(request, monkeypatch):
     return request.param
 
 
-def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path, secret, caplog):
+def test_the_last_two_are_known_and_foreign_files_are_not(tmp_path, secret, caplog):
     run, folder = run_of(tmp_path), tmp_path / "runs" / "r"
     for epoch in range(1, 6):
         run.write_checkpoint("checkpoint", archive(str(epoch)))
@@ -44,7 +49,7 @@ def test_the_last_two_are_known_and_what_somebody_else_put_there_is_not(tmp_path
         run.resume()
 
 
-def test_a_best_checkpoint_that_somebody_else_put_there_is_not_used(tmp_path, secret):
+def test_a_foreign_best_checkpoint_is_not_used(tmp_path, secret):
     run = run_of(tmp_path)
     run.write_checkpoint("checkpoint.best", archive("best"))
     assert text_of(run.read_checkpoint("checkpoint.best")) == "best"
@@ -52,7 +57,7 @@ def test_a_best_checkpoint_that_somebody_else_put_there_is_not_used(tmp_path, se
     assert run.read_checkpoint("checkpoint.best") is None
 
 
-def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monkeypatch):
+def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(seals.SECRET, raising=False)
     run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
     assert text_of(run_of(tmp_path).resume()) == "without"
@@ -74,7 +79,7 @@ def test_with_a_secret_a_marker_of_somebody_else_is_worth_nothing(tmp_path, monk
     assert "seal_key" not in repr(run_of(tmp_path, "x"))
 
 
-def test_a_run_of_before_there_were_markers_goes_on(tmp_path, monkeypatch):
+def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
     monkeypatch.delenv(seals.SECRET, raising=False)
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
@@ -137,7 +142,7 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
     assert {(0, 0), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)} <= seen
 
 
-def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
+def test_a_fit_continues_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     monkeypatch.setenv(seals.SECRET, "mine")
@@ -149,3 +154,63 @@ def test_a_fit_goes_on_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     monkeypatch.setenv(seals.SECRET, "another's")
     with pytest.raises(ValueError, match="no usable checkpoint"):
         torch_fit(tmp_path, "r", 3)
+
+
+def commits(folder, until):
+    """Returns the position at which a job continues from the store."""
+    import farandole.numpy as hvd
+    from farandole.common import elastic
+
+    hvd.init()
+    state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state.save_to(folder, "job")
+
+    def loop(state):
+        begun = state.step
+        while state.step < until:
+            state.step += 1
+            state.commit()
+        return begun
+
+    return elastic.run_fn(loop, elastic.leave_and_join)(state)
+
+
+def test_workers_without_the_secret_get_the_key_of_their_run_from_the_driver(tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setenv(seals.SECRET, "mine")
+    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+    folder = str(tmp_path)
+    assert backend.run(commits, (folder, 2)) == [0, 0]
+    assert run_of(tmp_path, "job").resume() is not None, "the seal is that of the driver's secret"
+    assert backend.run(commits, (folder, 4)) == [2, 2]
+    monkeypatch.setenv(seals.SECRET, "another's")
+    with pytest.raises(FarandoleJobError, match="no usable checkpoint"):
+        backend.run(commits, (folder, 5))
+
+
+def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setattr("farandole.runner.hearing.keys.answer", lambda *_: None)
+    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+
+    def briefly(folder, until):
+
+        keys._PATIENCE, keys._ASKS_EVERY = 1.0, 0.3
+        return commits(folder, until)
+
+    with pytest.raises(FarandoleJobError, match="did not give this worker the key of run 'job'"):
+        backend.run(briefly, (str(tmp_path), 2))
+    assert not (tmp_path / "runs/job/checkpoint").exists()
+
+
+def test_neither_the_secret_nor_a_key_is_in_what_is_sent_to_a_task(monkeypatch):
+    monkeypatch.delenv(seals.SECRET, raising=False)
+    assert not Work("a ticket", b"").keys
+    monkeypatch.setenv(seals.SECRET, "hunter2")
+    key = seals.run_key("job")
+    assert key is not None
+    sent = pickle.dumps(Work("a ticket", b""))
+    assert pickle.loads(sent).keys, "the worker is told to ask"
+    assert b"hunter2" not in sent
+    assert key not in sent

@@ -12,7 +12,7 @@ from farandole.runner.slots import Slots
 
 
 class Jobs:
-    """Jobs in threads, each of which runs until it is let go."""
+    """Jobs in threads, each of which runs until it is released."""
 
     def __init__(self, total):
         self.slots = Slots(lambda: total)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which variables of the driver reach workers on Spark."""
+"""Variables of the driver that reach workers on Spark."""
 
 from __future__ import annotations
 

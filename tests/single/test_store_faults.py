@@ -26,7 +26,7 @@ BOUND = 100
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What happens is the first part of a path behind the bucket."""
+    """A server whose fault is the first part of the path behind the bucket."""
 
     protocol_version = "HTTP/1.1"
 
@@ -84,7 +84,7 @@ def service():
 
 
 def attempt(mood, port):
-    """What reading and writing say, and how long both took."""
+    """Returns the errors of reading and writing, and the time that both took."""
     url = f"s3://bucket/{mood}"
     options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here", "timeout": "1s"}
     native.configure(url, options)
@@ -218,7 +218,7 @@ def numbers(rows):
     return pa.table({"id": np.arange(rows), "x": np.arange(rows, dtype=np.float32)})
 
 
-def test_files_of_no_bytes_no_rows_and_one_row_are_told_apart(tmp_path):
+def test_files_of_no_bytes_no_rows_and_one_row_are_distinguished(tmp_path):
     for name in ("bytes", "none", "one", "some"):
         (tmp_path / name).mkdir()
     (tmp_path / "bytes" / "part.parquet").touch()

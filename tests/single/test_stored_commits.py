@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Commits that also go to a store: a job that starts anew goes on from the last one that was written."""
+"""Commits that also go to a store: a new start of the job continues from the last one that was written."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def same(one, other):
 
 @pytest.fixture
 def undisturbed(hvd):
-    """What an undisturbed job ends with."""
+    """The final values of an undisturbed job."""
     state = made(hvd, 1)
     assert training(hvd)(state) == 0
     return values(state)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_job_that_starts_anew_goes_on_from_the_last_commit_in_the_store(hvd, tmp_path, undisturbed, in_background):
+def test_a_job_that_starts_again_continues_from_the_last_commit_in_the_store(hvd, tmp_path, undisturbed, in_background):
     state = made(hvd, 1, in_background=in_background)
     state.save_to(str(tmp_path), "digits", every=3)
     with pytest.raises(Stops):
@@ -119,7 +119,7 @@ def test_training_does_not_wait_for_the_store_and_what_is_written_is_what_was_co
         assert same([*content["model"].values(), *entries], committed[step])
 
 
-def test_a_store_that_fails_is_told_of_and_fails_the_end_alone(hvd, tmp_path, monkeypatch, caplog):
+def test_a_store_that_fails_causes_warnings_and_fails_only_the_end(hvd, tmp_path, monkeypatch, caplog):
     def broken(_remote, _name, _data):
         raise OSError("the disk is full")
 

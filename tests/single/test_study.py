@@ -34,7 +34,7 @@ def train(given):
     return given["x"] ** 2
 
 
-def test_trials_are_jobs_and_a_study_in_a_file_goes_on(tmp_path):
+def test_trials_are_jobs_and_a_study_in_a_file_continues(tmp_path):
     storage = f"sqlite:///{tmp_path}/study.db"
 
     def space(trial):
@@ -74,7 +74,7 @@ def test_as_many_trials_run_at_once_as_there_are_slots_for(tmp_path):
     study = optuna.create_study()
 
     def meets(given):
-        """Waits for the other trial: one after the other they would wait in vain."""
+        """Waits for the other trial: trials in sequence would wait without end."""
         (Path(given["folder"]) / str(given["number"])).touch()
         deadline = time.monotonic() + 60
         while len(list(Path(given["folder"]).iterdir())) < 2:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is left of timelines where no job ran, no rank sent one, or several jobs ran."""
+"""Timelines if no job ran, if no rank sent one, or if several jobs ran."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def test_a_process_nobody_launched_is_a_world_of_one(hvd):
+def test_a_process_without_a_launcher_is_a_world_of_one(hvd):
     assert hvd.is_initialized()
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
@@ -142,7 +142,7 @@ def test_empty_and_scalar_tensors(hvd):
         hvd.allgather(torch.tensor(3.0))
 
 
-def test_wrong_arguments_are_refused_and_the_engine_goes_on(hvd):
+def test_wrong_arguments_are_refused_and_the_engine_continues(hvd):
     with pytest.raises(ValueError, match="op must be one of"):
         hvd.allreduce(torch.ones(1), op=6)
     with pytest.raises(ValueError, match="either op or"):

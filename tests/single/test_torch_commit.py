@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a commit keeps of a model and an optimizer, and that it takes no new memory each time."""
+"""A commit copies a model and an optimizer, and allocates no new memory the second time."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_commit_can_be_gone_back_to_while_it_is_copied(hvd):
         assert equal(values(model, optimizer), committed)
 
 
-def test_a_change_of_parameters_that_is_no_step_is_told_of(hvd):
+def test_a_change_of_parameters_that_is_no_step_is_an_error(hvd):
     model, optimizer = made(hvd)
     state = hvd.elastic.TorchState(model, optimizer, in_background=True)
     for _ in range(3):  # after the first ones there is memory to copy to

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""torch's compiler in a training process: away while nobody needs it, whole as soon as somebody does."""
+"""The compiler of torch in a training process: absent until it is needed, and then complete."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def test_lightning_trains_by_distributed_data_parallel_without_the_compiler_and_
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_the_compiler_comes_with_the_first_need_and_optimizers_go_on(need):
+def test_the_compiler_comes_with_the_first_need_and_optimizers_continue(need):
     ended = "step()\nassert not compiler.is_deferred()\ncompiler.defer()\nassert not compiler.is_deferred()\n"
     subprocess.run([sys.executable, "-c", STEP + NEEDS[need] + ended], check=True, timeout=110)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Which GPU a rank takes, and which tensors the engine takes, where torch says that there are some."""
+"""The GPU of a rank, and the tensors that the engine accepts, if torch reports GPUs."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ from farandole.torch.distributed import _tensors
 
 @pytest.fixture
 def seen(monkeypatch):
-    """A rank of four on a host with four GPUs; what torch is told when CUDA is used."""
+    """A rank of four on a host with four GPUs; returns the device that torch gets when CUDA is used."""
     queued = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -164,7 +164,7 @@ def test_a_distributed_optimizer_and_a_flat_list_of_groups_are_refused(hvd):
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
-def test_a_copy_is_a_plain_optimizer_that_goes_on_alike(hvd, op, again):
+def test_a_copy_is_a_plain_optimizer_that_continues_alike(hvd, op, again):
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.25), op=getattr(hvd, op))
     net(torch.ones(2, 3)).sum().backward()

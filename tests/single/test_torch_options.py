@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the torch estimator can be asked for beyond the plain loop, on Parquet, in this process."""
+"""Options of the torch estimator beyond the plain loop, on Parquet, in this process."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_the_learning_rate_follows_its_scheduler_on_fresh_and_resumed_runs(data)
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("kind", ["LinearLR", "LambdaLR", "OneCycleLR"])
-def test_a_scheduler_that_is_made_on_the_spot_goes_on_where_it_was_in_a_resumed_run(data, kind, interval):
+def test_a_scheduler_that_is_made_on_the_spot_continues_where_it_was_in_a_resumed_run(data, kind, interval):
     def make(optimizer):
         schedulers = torch.optim.lr_scheduler
         if kind == "LinearLR":
@@ -330,7 +330,7 @@ def test_a_run_ends_after_so_many_steps_or_seconds(data):
     assert len(fit(data, linear(), max_time=1e-6, epochs=5).getHistory()) == 1
 
 
-def test_more_steps_than_a_pass_go_on_with_the_next_pass(data):
+def test_more_steps_than_a_pass_continue_with_the_next_pass(data):
     fitted = fit(data, linear(), train_steps_per_epoch=30, epochs=1)
     assert fitted.getHistory()[0]["rows"] == 2 * 96 + 6 * 8
 

@@ -93,7 +93,7 @@ def test_a_line_is_learned_and_the_users_model_is_left_alone(data):
     assert torch.equal(model.weight, before)
 
 
-def test_batches_go_to_a_gpu_from_locked_memory_and_nobody_waits_for_it(monkeypatch):
+def test_batches_go_to_a_gpu_from_locked_memory_without_a_wait(monkeypatch):
     gpu, steps, to = SimpleNamespace(type="cuda"), [], torch.Tensor.to
 
     def to_gpu(tensor, *arguments, **options):
@@ -242,7 +242,7 @@ def test_fewer_steps_are_taken_when_asked_for(data):
     assert fitted.getHistory()[0]["rows"] == 24
 
 
-def test_a_run_goes_on_where_its_checkpoint_ends(data):
+def test_a_run_continues_where_its_checkpoint_ends(data):
     def adam(model):
         return {"optimizer": torch.optim.Adam(model.parameters(), lr=0.05), "run_id": "r"}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What Weights & Biases is told, by a module that stands in for its library, and MLflow itself with strange stores."""
+"""Calls to Weights & Biases, by a module that replaces its library, and MLflow itself with unusual stores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def epoch(number, loss):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """The library; `told` has what it was told."""
+    """The library; `told` has the calls to it."""
     told = []
     fake = types.ModuleType("wandb")
     run = types.SimpleNamespace(
@@ -65,7 +65,7 @@ def test_a_failed_fit_fails_its_run_and_an_active_run_stays_open(wandb):
     assert [name for name, *_ in wandb.told] == ["config"]
 
 
-def test_several_are_told_and_those_that_have_started_end_if_one_cannot_start(wandb):
+def test_several_trackers_get_a_run_and_all_end_if_one_cannot_start(wandb):
     class Unwilling(Tracker):
         def __enter__(self):
             raise ConnectionError("no server")

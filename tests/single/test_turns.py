@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""RD-T1 and RD-T2: whoever comes and goes in whichever step, each row of each epoch counts once."""
+"""RD-T1 and RD-T2: each row of each epoch counts once, whichever ranks join and leave in any step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class World:
         return Turns(self.total, self.batch, False, rank, size, Place(0, 0))
 
     def take(self, books: Turns) -> bool:
-        """Has a rank take what it needs for a step; false when all epochs are over."""
+        """Takes the rows that a rank needs for a step; false when all epochs are over."""
         while len(books.hand) < self.passes:
             if books.epoch >= EPOCHS:
                 return bool(books.hand)
@@ -64,13 +64,13 @@ class World:
         return True
 
     def count(self) -> None:
-        """The step is finished: what everybody has in hand is in its sum."""
+        """The step is finished: the rows of all ranks are in its sum."""
         for books in self.ranks:
             for piece in books.hand:
                 self.counted.update(rows_of(books, piece))
 
     def told(self, left: list[Turns], comers: int) -> list[dict[str, Any] | None]:
-        """What those that are left tell, and those that come."""
+        """Returns the records of the remaining workers, and `None` for each new one."""
         return [*(copy.deepcopy(books.record()) for books in left), *[None] * comers]
 
     def break_up(self) -> bool:

@@ -76,7 +76,7 @@ def _own_folder(tmp_path_factory):
 
 
 def begun():
-    """When this process began to be a worker, and what it had imported by then."""
+    """Returns the time at which this process became a worker, whether it had imported torch, and its id."""
     import sys
     import time
 
@@ -377,7 +377,7 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
         assert pid not in servers()
 
 
-def test_warm_workers_are_wanted_where_torch_is_and_somebody_fits_again_and_again(monkeypatch):
+def test_warm_workers_are_wanted_with_torch_and_repeated_fits(monkeypatch):
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS", raising=False)
     assert warm.wanted(None, by_default=True) is not None
     assert warm.wanted(None, by_default=False) is None

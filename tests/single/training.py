@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What tests of the torch estimator share: a line to learn from Parquet, in this process."""
+"""Helpers for tests of the torch estimator: a line to learn from Parquet, in this process."""
 
 from __future__ import annotations
 

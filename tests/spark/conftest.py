@@ -68,7 +68,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Pids:
-    """Where workers of a test leave their process ids."""
+    """The directory in which workers of a test leave their process ids."""
     folder = tmp_path / "pids"
     folder.mkdir()
     return Pids(folder)
@@ -118,7 +118,7 @@ class Pids:
         return self.seen()
 
     def gone(self, count: int, limit: float = 5.0) -> bool:
-        """Whether the workers, so many of them, are gone within the limit."""
+        """Returns whether the workers, so many of them, are gone within the limit."""
         assert len(self.seen()) == count
         deadline = time.monotonic() + limit
         while any(alive(pid) for pid in self.seen()):
@@ -129,7 +129,7 @@ class Pids:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; the remains of one that nobody has waited for do not count."""
+    """Returns whether a process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -72,7 +72,7 @@ def until_executors(count, limit):
         assert time.monotonic() < deadline, f"{len(executors())} of {count} executors after {limit} s"
         time.sleep(0.05)
 """
-"""What drivers that kill their executors begin with."""
+"""First lines of drivers that kill their executors."""
 
 
 def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +110,7 @@ def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[
 
 
 def home(directory: Path) -> Path:
-    """Spark's home as a folder of links: executors of a local cluster work inside it, whatever they are told."""
+    """Spark's home as a folder of links, because executors of a local cluster always work inside it."""
     made = directory / "spark-home"
     made.mkdir(exist_ok=True)
     for entry in HOME.iterdir():
@@ -251,5 +251,5 @@ def pod(name: str) -> list[str]:
 
 
 def can_unshare() -> bool:
-    """Whether this machine lets processes have namespaces of their own."""
+    """Returns whether this machine lets processes have namespaces of their own."""
     return subprocess.run([*pod("probe"), "true"], check=False, capture_output=True).returncode == 0

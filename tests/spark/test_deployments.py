@@ -68,7 +68,7 @@ def fit(spark, folder):
 """
 
 
-def test_a_spark_connect_client_runs_functions_and_fits_models_and_is_told_of_missing_slots(server, tmp_path):
+def test_a_spark_connect_client_runs_functions_and_fits_models_and_gets_an_error_for_missing_slots(server, tmp_path):
     body = """
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 assert type(spark).__module__.startswith("pyspark.sql.connect")
@@ -115,7 +115,7 @@ except farandole.spark.FarandoleJobError as error:
     assert "cancel" in out.lower() or "interrupt" in out.lower(), out
 
 
-def test_a_gang_whose_connect_client_nobody_can_dial_meets_among_itself_and_tells_by_the_store(server, tmp_path):
+def test_a_gang_whose_connect_client_cannot_be_dialled_meets_among_itself_and_reports_by_the_store(server, tmp_path):
     body = """
 import io, time
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
@@ -247,7 +247,7 @@ spark.stop()
 
 @pytest.fixture(scope="module")
 def on_standalone(tmp_path_factory):
-    """What a driver says of its jobs on a standalone master with two workers of two cores."""
+    """The output of a driver whose jobs ran on a standalone master with two workers of two cores."""
     body = """
 from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 spark = session(os.environ["MASTER_URL"], executor_cores="2", task_cpus="1")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others go on."""
+"""`run_elastic`: workers on Spark are killed, lost with their executors and decommissioned; the others continue."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check(found: list[Any], size: int) -> None:
 
 
 def driven(code: str, directory: Path, **env: str) -> tuple[list[Any], str]:
-    """What the ranks of a driver's program returned, and what it wrote to stderr."""
+    """Returns the results of the ranks of a driver's program, and its stderr."""
     notes = directory / "notes"
     notes.mkdir()
     done = drive(code, directory, 200, NOTES=str(notes), **env)
@@ -208,7 +208,7 @@ print(repr(found))
 
 
 @pytest.mark.slow
-def test_on_connect_a_killed_worker_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_on_connect_a_killed_worker_is_replaced_and_the_other_continues(tmp_path: Path) -> None:
     code = (
         TRAIN
         + WAIT

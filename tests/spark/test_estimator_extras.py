@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What takes its time: compiled models, MLflow itself, and frames that a driver could not hold."""
+"""Slow parts of the estimator: compiled models, MLflow itself, and frames larger than a driver's memory."""
 
 from __future__ import annotations
 

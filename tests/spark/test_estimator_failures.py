@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Workers that die or raise while they train: one error that says who and why, and nothing left behind."""
+"""Workers that die or raise while they train: one error that names the rank and the reason, and nothing left behind."""
 
 from __future__ import annotations
 

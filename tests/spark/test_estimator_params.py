@@ -120,7 +120,7 @@ ANY = {
     "lightning": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size", "logger", "profiler"},
     "keras": {"model", "optimizer", "metrics", "data_module", "shuffle_buffer_size"},
 }
-"""What takes any value: it is judged with the others, when a fit begins, or it is ignored."""
+"""Parameters that accept any value: it is checked with the others when a fit begins, or ignored."""
 
 UNSET = {
     "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights", "sample_weight_col", "feature_cols",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What is wrong is said in one sentence that names it, before any worker starts."""
+"""A wrong parameter raises one sentence that names it, before a worker starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Those of the estimator's tests once more that Keras's backends take different ways in, on the other two."""
+"""Tests of the Keras estimator whose code depends on Keras's backend, on the other two backends."""
 
 from __future__ import annotations
 

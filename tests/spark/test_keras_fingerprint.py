@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What of a Keras model makes another run."""
+"""Changes of a Keras model that begin a new run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_code_of_the_users_layers_and_losses_counts_and_that_of_metrics_does
     assert "loss" in differ(loss="keras.ops.mean(label - output)")
 
 
-def test_a_run_goes_on_with_its_model_and_no_other(tmp_path):
+def test_a_run_continues_with_its_model_and_no_other(tmp_path):
     x = np.random.default_rng(0).normal(size=(32, 2)).astype(np.float32)
     write(tmp_path / "intermediate_train_data", x=x, y=x[:, 0])
 

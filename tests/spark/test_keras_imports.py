@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a process of Keras on torch imports: no other backend, and no compiler."""
+"""Imports of a process of Keras on torch: no other backend, and no compiler."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_model_is_explained_in_words(by_hand):
     assert told.explain().splitlines()[-1] == f"  {told.getModel().count_params()} parameters, 32 B"
 
 
-def test_a_saved_model_predicts_the_same_and_its_classes_are_told_of(frame, tmp_path, caplog):
+def test_a_saved_model_predicts_the_same_and_its_classes_are_named(frame, tmp_path, caplog):
     model = KerasModel(
         model=adder(2), feature_columns=["n", "d"], label_columns=["y"], history={"loss": [1.0, 0.5]}, run_id="r"
     )

@@ -30,7 +30,7 @@ df = df.withColumn("features", array_to_vector("features"))
 
 
 def run(tmp_path, *pieces):
-    """What a script of these pieces prints."""
+    """Returns the output of a script that consists of these pieces."""
     script = "\n".join(pieces)
     for place in ('"/tmp/farandole"', '"/data/farandole"'):
         script = script.replace(place, repr(str(tmp_path / "store")))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""An executor that is killed in any phase of a fit: one cluster whose driver fits once for each phase it is told."""
+"""An executor that is killed in any phase of a fit: one cluster, whose driver fits once for each phase."""
 
 from __future__ import annotations
 

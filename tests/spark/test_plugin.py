@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spark.deployments import KILLS, PATIENCE, STARTS, Service, drive
+from tests.spark.deployments import KILLS, PATIENCE, STARTS, Service, connect_server, drive, driver, free_port
 
 from farandole.spark.shim import CLASS, JAR
 
@@ -100,9 +100,11 @@ def rows(base: str) -> list[tuple[str, str, Any]]:
 
 
 @contextlib.contextmanager
-def history_server(directory: Path) -> Iterator[str]:
+def history_server(directory: Path, **settings: str) -> Iterator[str]:
     """Spark's History Server over the events of a test's driver, with the plugin's jar on its class path."""
     options = f"-Dspark.history.fs.logDirectory=file://{directory / 'events'} -Dspark.history.ui.port=0"
+    for name, value in settings.items():
+        options += f" -Dspark.history.{name.replace('_', '.')}={value}"
     env = {"SPARK_DAEMON_CLASSPATH": str(JAR), "SPARK_HISTORY_OPTS": options, "SPARK_LOCAL_IP": "127.0.0.1"}
     server = Service(["spark-class", "org.apache.spark.deploy.history.HistoryServer"], directory / "history", env)
     try:
@@ -197,7 +199,7 @@ spark.stop()
 
 
 @pytest.mark.slow
-def test_executors_have_links_to_their_logs_also_in_the_history_server(tmp_path):
+def test_executors_have_their_hosts_and_links_to_their_logs_also_in_the_history_server(tmp_path):
     body = """
 spark = plugged("local-cluster[2,1,1024]")
 farandole.spark.run(train, args=(1,), num_proc=2)
@@ -205,15 +207,53 @@ found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] 
 logs = {key: body for run, key, body in found if key.startswith("logs/")}
 (ranks,) = [body["ranks"] for run, key, body in found if key == "ranks"]
 shown = [urllib.request.urlopen(logs["logs/" + one["executor"]]["stderr"]).read().decode() for one in ranks]
-print(json.dumps([logs, [one["executor"] for one in ranks], ["CoarseGrainedExecutorBackend" in one for one in shown]]))
+hosts = {key: body for run, key, body in found if key.startswith("host/")}
+print(json.dumps([logs, hosts, [one["executor"] for one in ranks], shown]))
 spark.stop()
 """
-    logs, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    logs, hosts, executors, shown = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
     assert sorted(executors) == ["0", "1"]
-    assert shown == [True, True], "each link opens the log of that executor"
+    assert all("CoarseGrainedExecutorBackend" in one for one in shown), "each link opens the log of that executor"
+    assert not any("WARN farandole" in one for one in shown), "the plugin's part in an executor works"
+    for executor in executors:
+        host = hosts[f"host/{executor}"]
+        assert int(host["memory"].removesuffix(" kB")) > 0
+        assert int(host["processors"]) > 0
+        assert int(host["pid"]) > 0
     with history_server(tmp_path) as server:
-        past = {key: row for _, key, row in rows(application(server)) if key.startswith("logs/")}
-    assert past == logs
+        past = {key: row for _, key, row in rows(application(server)) if key.startswith(("logs/", "host/"))}
+    assert past == logs | hosts
+
+
+@pytest.mark.slow
+def test_links_to_logs_follow_sparks_patterns_live_and_in_the_history_server(tmp_path):
+    body = """
+spark = plugged("local-cluster[1,1,1024]", ui_custom_executor_log_url="http://live.example/{{POD}}?of={{FILE_NAME}}")
+found = until_rows(spark, lambda run, key, body: key.startswith("logs/") and key != "logs/driver")
+print(json.dumps({key: body for run, key, body in found if key.startswith("logs/") and key != "logs/driver"}))
+spark.stop()
+"""
+    attributes = {"SPARK_EXECUTOR_ATTRIBUTE_POD": "a-pod", "SPARK_EXECUTOR_ATTRIBUTE_LOG_FILES": "stderr,stdout"}
+    live = json.loads(drive(BEGIN + body, tmp_path, 120, **attributes).stdout.splitlines()[-1])
+    links = {name: f"http://live.example/a-pod?of={name}" for name in ("stderr", "stdout")}
+    assert live == {"logs/0": links}
+    with history_server(tmp_path, custom_executor_log_url="http://archive.example/{{POD}}") as server:
+        past = {key: row for _, key, row in rows(application(server)) if key == "logs/0"}
+    assert past == {"logs/0": {"log": "http://archive.example/a-pod"}}
+
+
+@pytest.mark.slow
+def test_a_second_copy_of_the_jar_is_one_line_in_the_log(tmp_path):
+    shutil.copy(JAR, tmp_path / "copy.jar")
+    body = """
+spark = plugged(jars=os.getcwd() + "/copy.jar")
+print(rows(spark))
+spark.stop()
+"""
+    done = drive(BEGIN + body, tmp_path, 120)
+    (line,) = [line for line in done.stderr.splitlines() if "on the class path more than once" in line]
+    assert "copy.jar" in line
+    assert JAR.name in line
 
 
 @pytest.mark.slow
@@ -276,7 +316,7 @@ print(json.dumps([reason, [body for run, key, body in found if key.startswith(("
 
 
 @pytest.mark.slow
-def test_a_decommissioned_executor_is_told_within_two_seconds(tmp_path):
+def test_a_decommissioned_executor_is_reported_within_two_seconds(tmp_path):
     body = """
 spark = plugged("local-cluster[2,1,1024]", decommission_enabled="true")
 def wait(folder):
@@ -334,6 +374,63 @@ print(json.dumps(shown.stdout))
     ), dom
 
 
+STEPS = """
+spark = plugged("local-cluster[2,1,1024]")
+def train(folder):
+    import os, time
+    import farandole.numpy as hvd
+    hvd.init()
+    for epoch in range(2):
+        if hvd.rank() == 0:
+            scores = {"loss": 1.0 / (epoch + 1), "all_metrics": []}
+            entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
+            task.report({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 10, "rows_per_second": 1000.0})
+        while not os.path.exists(os.path.join(folder, f"seen-{epoch}")):
+            time.sleep(0.05)
+print(ui(spark), flush=True)
+farandole.spark.run(train, args=(os.getcwd(),), num_proc=2)
+sys.stdin.readline()
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)")
+def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloading(tmp_path):
+    from playwright.sync_api import expect, sync_playwright
+
+    with driver(BEGIN + STEPS, tmp_path) as process, sync_playwright() as playwright:
+        assert process.stdout is not None
+        link = process.stdout.readline().strip()
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page()
+        page.set_default_timeout(1000 * STARTS)
+        expect.set_options(timeout=1000 * STARTS)
+        page.goto(f"{link}/training/")
+        page.evaluate("window.same = true")
+        losses = page.locator("figure:has(strong:text-is('Loss')) circle")
+        for epoch in range(2):
+            expect(losses).to_have_count(epoch + 1)
+            expect(page.locator("#facts .running")).to_have_count(1)
+            (tmp_path / f"seen-{epoch}").touch()
+        ranks = page.locator("#ranks tr:has(td)")
+        expect(ranks.locator("td:nth-child(2)")).to_have_text(["ended", "ended"])
+        expect(page.locator("#facts .ended")).to_have_count(1)
+        heads = page.locator("#ranks th").all_inner_texts()
+        assert heads[:6] == ["Rank", "State", "Host", "Process", "Executor", "Logs"]
+        for table, executors in (("#ranks", 2), ("#executors", 2)):
+            logs = page.locator(f"{table} td:nth-child({6 if table == '#ranks' else 7}) a")
+            assert logs.all_inner_texts() == ["stderr", "stdout"] * executors
+        assert all("GiB" in cell for cell in page.locator("#executors td:nth-child(4)").all_inner_texts())
+        expect(page.locator("#facts a").first).to_have_attribute("href", re.compile("stages/stage/"))
+        assert page.evaluate("window.same"), "the page was not loaded again"
+        page.locator("#ranks td:nth-child(6) a").first.click()
+        page.wait_for_selector("text=CoarseGrainedExecutorBackend")
+        browser.close()
+
+
 @pytest.mark.slow
 def test_an_elastic_run_shows_its_worlds_and_where_its_workers_are(tmp_path):
     body = """
@@ -352,6 +449,25 @@ print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body[
     ranks = found["ranks"]["ranks"]
     assert sorted(one["executor"] for one in ranks) == ["0", "1"]
     assert all(one["pid"] > 0 for one in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.newest  # tests/spark/test_deployments.py has Connect on older versions
+def test_the_server_of_connect_has_the_tab_and_a_client_runs_as_without_it(tmp_path):
+    port = free_port()
+    settings = {"spark.jars": str(JAR), "spark.plugins": CLASS, "spark.ui.enabled": "true", "spark.ui.port": str(port)}
+    client = """
+import farandole.spark
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()
+print(sorted(farandole.spark.run(lambda: 7, num_proc=2)))
+"""
+    with connect_server(tmp_path, **settings) as url:
+        done = drive(f"sys.argv[1:] = [{url!r}]" + client, tmp_path, 120)
+        assert done.stdout.splitlines()[-1] == "[7, 7]"
+        told = {key for _, key, _ in rows(f"http://127.0.0.1:{port}")}
+    assert "host/driver" in told, "the executors' hosts"
+    assert "run" not in told, "docs/spark/plugin.md says so: a client cannot report its runs"
 
 
 FITS = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the driver tells the Spark plugin, and what it makes of Spark's word; without Spark."""
+"""Messages between the driver and the Spark plugin, without Spark."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
     assert "spark.farandole.warmWorkers" not in shims.plugin(Builder(), warm=False)._options
 
 
-def test_a_run_is_told_from_its_start_to_its_end(door):
+def test_a_run_is_reported_from_its_start_to_its_end(door):
     with training.telling(Shim(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}) as run:
         assert training.current() is run
         with training.telling(Shim(door), "inner", "run") as inner:
@@ -150,7 +150,7 @@ def test_a_failed_run_says_why(door, error, state):
     assert door.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
 
 
-def test_a_plugin_that_fails_is_left_alone_and_the_run_goes_on(door):
+def test_a_plugin_that_fails_is_left_alone_and_the_run_continues(door):
     door.broken = True
     with training.telling(Shim(door), "mine", "run") as run:
         run.seats(seats(2))

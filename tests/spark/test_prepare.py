@@ -79,7 +79,7 @@ def test_the_same_data_is_prepared_once(store, frame):
     assert again.train_url == first.train_url
 
 
-def test_other_columns_options_or_rows_are_prepared_anew(store, frame):
+def test_other_columns_options_or_rows_are_prepared_again(store, frame):
     known = [prepared(store, frame)]
     for roles, options, rows in (
         (Roles(("x", "id"), ("y",)), {}, frame),
@@ -95,7 +95,7 @@ def test_other_columns_options_or_rows_are_prepared_anew(store, frame):
 
 
 def coin():
-    """What Spark is told gives another answer every time."""
+    """Returns a function that Spark must treat as nondeterministic."""
     return sf.udf(lambda value: value % 2 == 0, "boolean").asNondeterministic()
 
 
@@ -157,7 +157,7 @@ def test_a_failed_preparation_leaves_nothing(store, spark, tmp_path):
 
 
 @pytest.mark.newest
-def test_files_of_somebody_else_are_passed_over(store, frame, tmp_path):
+def test_foreign_files_are_ignored(store, frame, tmp_path):
     theirs = tmp_path / "intermediate_train_data.0" / "part-0.parquet"
     theirs.parent.mkdir()
     theirs.write_text("precious")
@@ -343,7 +343,7 @@ def test_a_null_inside_an_array_is_counted_by_rows(store, spark):
         prepared(store, frame)
 
 
-def test_data_read_from_files_is_found_by_another_session_and_goes_on_after_a_kill(store, frame, spark, tmp_path):
+def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_kill(store, frame, spark, tmp_path):
     source = f"{tmp_path}/source"
     frame.select("y", "id").repartition(4).write.parquet(source)
 

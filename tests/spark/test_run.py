@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What `farandole.spark.run` does with Spark: slots, sessions, environments, cancellation."""
+"""`farandole.spark.run` on Spark: slots, sessions, environments, cancellation."""
 
 from __future__ import annotations
 

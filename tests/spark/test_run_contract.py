@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every backend promises, asked of each.
+"""Promises of all backends, checked for each backend.
 
 Functions for workers are nested: the worker cannot import this file, and cloudpickle carries nested ones by value.
 """
@@ -185,7 +185,7 @@ def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noti
 
 
 @pytest.mark.newest
-def test_an_exit_code_is_told(backend):
+def test_an_exit_code_is_reported(backend):
     def leave():
         import os
         import sys

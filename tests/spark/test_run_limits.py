@@ -52,7 +52,7 @@ def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave
 
 
 @pytest.mark.timeout(240 * PATIENCE)
-def test_a_model_larger_than_spark_lets_rows_be_is_fitted_and_a_result_as_large_is_told_of_the_store(tmp_path):
+def test_a_model_larger_than_a_row_of_spark_is_fitted_and_the_error_of_such_a_result_names_the_store(tmp_path):
     body = """
 import torch
 from farandole.spark.common import LocalStore, SparkBackend

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Addresses and ports of a job: what is offered, what is listened on, and what is said when nobody gets through."""
+"""Addresses and ports of a job: those that are offered, those that listen, and the error if no worker can connect."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ spark.stop()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["pyarrow", "farandole"])
-def test_an_executor_without_a_package_is_told_how_to_install_it_there(missing, tmp_path):
+def test_an_executor_without_a_package_causes_an_error_that_says_how_to_install_it(missing, tmp_path):
     packages = tmp_path / "packages"
     packages.mkdir()
     for root in [Path(part) for part in sys.path if part.endswith("site-packages")]:

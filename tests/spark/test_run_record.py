@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a real fit leaves for the run viewer, and how the viewer shows it."""
+"""Records that a real fit leaves for the run viewer, and the page that shows them."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def damaged(place, spark, table):
 def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_higher_limit(spark, place, monkeypatch):
     """A text of a dictionary, at which all rows point: 200 MB in a file of some kilobytes.
 
-    A file of somebody else may be like that, and so may weights of zeros that an earlier version saved.
+    A foreign file may be like that, and so may weights of zeros that an earlier version saved.
     """
     monkeypatch.setattr(module, "_ROOM", 8 << 20)
     rows = 200

@@ -35,7 +35,7 @@ def steps():
 
 
 def begun(path, name):
-    """How often a span of a name has begun, by rank."""
+    """Counts the spans of a name, by rank."""
     trace = json.loads(path.read_text())["traceEvents"]
     return Counter(event["pid"] for event in trace if event["ph"] == "B" and event["name"] == name)
 

@@ -74,7 +74,7 @@ def predicted(model, frame):
 
 
 def expected(model):
-    """What the model itself says of the decoded files."""
+    """Returns the predictions of the model itself for the decoded files."""
     if isinstance(model, TorchModel):
         return model.getModel().cpu()(torch.from_numpy(pixels())).detach().numpy().ravel()
     return np.asarray(keras.ops.convert_to_numpy(model.getModel()(pixels()))).ravel()
@@ -103,7 +103,7 @@ def test_images_are_predicted_on_request(fitted, images, tmp_path, caplog, monke
     assert predicted(bare.setTransformationFn(DECODE), images) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_only_columns_of_training_are_told_to_be_absent():
+def test_only_columns_of_training_are_reported_as_absent():
     def looks_up(row):
         return {"x": {"known": 1.0}[row["x"]]}
 

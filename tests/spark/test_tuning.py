@@ -28,7 +28,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def place():
-    """Where a rank is, after all have met."""
+    """Returns the rank's place after all ranks have met."""
     import numpy as np
 
     import farandole.numpy as hvd

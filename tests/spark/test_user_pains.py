@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What people saw when they ran Horovod on Spark, and what they see here. Numbers are those of the list of pains."""
+"""Problems that users of Horovod on Spark reported, one a test. The numbers are those of the list of pains."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def place():
 
 @pytest.fixture(scope="module")
 def in_containers(tmp_path_factory):
-    """What ranks of two containers of one machine say, first as they are and then where executors only dial out."""
+    """The output of ranks in two containers, with connections in both directions, then from executors only."""
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
 print(farandole.spark.run(place, num_proc=2))

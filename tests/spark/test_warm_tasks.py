@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(200 * PATIENCE, func_only=True)
 
 
 def begun():
-    """What a worker has imported when it begins, which server it comes from, and whose that is."""
+    """Returns whether the worker started with torch, the owner of its fork server, and its parent process."""
     import os
     import sys
 

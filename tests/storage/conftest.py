@@ -43,7 +43,7 @@ def service(command, **options):
 
 
 def free_port():
-    """A port nobody listens on, for services that cannot choose one; another process may take it, then they fail."""
+    """A free port, for services that cannot choose one; if another process takes it, they fail."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
@@ -121,7 +121,7 @@ class Hadoop:
         return line
 
     def order(self, text):
-        """Has name nodes change places, and waits until they have."""
+        """Lets name nodes change roles, and waits until they have."""
         self._process.stdin.write(f"{text}\n")
         self._process.stdin.flush()
         self._answer("DONE")

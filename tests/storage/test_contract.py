@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What every store keeps to, wherever its bytes live."""
+"""The contract of all stores, for each kind of storage."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +126,7 @@ def test_old_prepared_data_is_swept_and_runs_stay(store):
     assert store.exists(f"{store.get_run_path('r')}/checkpoint")
 
 
-def test_of_many_who_create_a_file_one_does(store):
+def test_of_many_creators_of_a_file_one_succeeds(store):
     place = native.Store(store.get_run_path("r"))
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda name: place.create("lease.json", name), [b"%d" % number for number in range(8)]))

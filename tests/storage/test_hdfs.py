@@ -21,7 +21,7 @@ from farandole.spark.common import Store
 
 
 def run(program, cluster, **environment):
-    """What a program of its own prints."""
+    """Returns the output of a program in its own process."""
     env = {**os.environ, **cluster.environment, **environment}
     done = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120, env=env
@@ -30,7 +30,7 @@ def run(program, cluster, **environment):
     return done.stdout
 
 
-def test_reading_and_writing_go_on_while_name_nodes_change_places(name_service, prefix, monkeypatch):
+def test_reading_and_writing_continue_while_name_nodes_change_places(name_service, prefix, monkeypatch):
     monkeypatch.setenv("HADOOP_CONF_DIR", name_service.configuration)
     store = Store.create(f"{name_service.url}/{prefix}")
     rows = 40_000

@@ -14,7 +14,7 @@ import pytest
 MIB = 1 << 20
 BUDGET = 256 * MIB
 BESIDES = 60 * MIB
-"""What the interpreter, thread stacks, buffers of files and the footers of hundreds of files take besides."""
+"""Additional memory of the interpreter, thread stacks, buffers of files and the footers of hundreds of files."""
 
 MEASURE = """
 import re, sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""S3: options travel to training processes, secrets stay hidden, failures are told apart."""
+"""S3: options travel to training processes, secrets stay hidden, failures are distinguished."""
 
 import pickle
 import subprocess

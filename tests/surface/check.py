@@ -25,7 +25,7 @@ def facts():
 
 
 def differences(name, told):
-    """What a module lacks, and where it takes other arguments; what it has besides is free."""
+    """Yields names that a module lacks and arguments that differ; additional ones are permitted."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -43,7 +43,7 @@ def differences(name, told):
 
 
 def of_class(module, entry, told):
-    """What a class lacks, and where its methods take other arguments."""
+    """Yields members that a class lacks, and methods whose arguments differ."""
     found = getattr(module, entry)
     if not inspect.isclass(found):  # a function that returns what the class would have made
         yield from of_function(module, entry, found, told.get("__init__", []), bound=False)
@@ -58,7 +58,7 @@ def of_class(module, entry, told):
 
 
 def has(kind, name):
-    """Whether instances of a class have an attribute: an annotation is enough."""
+    """Returns whether instances of a class have an attribute: an annotation is enough."""
     return hasattr(kind, name) or any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__)
 
 
@@ -103,7 +103,7 @@ def difference(module, parameters, told):
 
 
 def same(module, value, told):
-    """Whether a default is what the text says: a literal, or a name that the module or `common.util` has."""
+    """Returns whether a default is what the text says: a literal, or a name that the module or `common.util` has."""
     try:
         return ast.literal_eval(told) == value
     except (ValueError, SyntaxError):
@@ -122,7 +122,7 @@ def same(module, value, told):
 
 
 def of_sources(name, told):
-    """As `differences`, by reading a module's source."""
+    """Like `differences`, by reading a module's source."""
     from tests.surface import extract
 
     base = SOURCES.joinpath(*name.split("."))

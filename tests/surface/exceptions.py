@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where Farandole's public names differ from Horovod's on purpose: a reason, and what it holds for.
+"""Intended differences between the public names of Farandole and Horovod: each with a reason and a scope.
 
 An entry is a module that is missing, or `module: name` for a name that is missing or takes other arguments. A test
 fails for a difference that is not here, and for an entry here that is no difference any more.

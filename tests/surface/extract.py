@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def is_public(name):
-    """Whether scripts may use a name: it is public, or a constructor."""
+    """Returns whether scripts may use a name: it is public, or a constructor."""
     return not name.startswith("_") or name in {"__init__", "__call__"}
 
 

@@ -33,7 +33,7 @@ def framework(module):
 
 
 def told(*arguments):
-    """What the check prints, of a process of its own."""
+    """Returns the output of the check in its own process."""
     env = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tests.surface.check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env, cwd=ROOT)

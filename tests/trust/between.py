@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Two hosts whose network is somebody else's: every connection between them ends at a relay, which does harm.
+"""Two hosts with a hostile network: every connection between them ends at a relay, which does harm.
 
 The hosts are network namespaces, each joined to a namespace of the relay's that has the other host's address. The relay
 accepts what rank 1 dials, dials rank 0 with rank 1's address, and forwards bytes; nothing tells it from the other host.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ADDRESSES: Final = ("10.231.79.1", "10.231.79.2")
-"""Of the hosts of rank 0 and of rank 1."""
+"""Addresses of the hosts of rank 0 and rank 1."""
 PORTS: Final = range(47100, 47110)
 """The first is the registrar's, the others are for links."""
 DIALER, ACCEPTOR = 0, 1
@@ -35,12 +35,12 @@ LINK, BEAT = 1, 3
 
 @dataclass(frozen=True)
 class Harm:
-    """What is done to the bytes that one side of a connection sends."""
+    """A change to the bytes that one side of a connection sends."""
 
     carrier: int
     """On connections of this carrier, in the order in which they are made until it was done once."""
     side: int
-    """Whose bytes: the dialer's or the acceptor's."""
+    """Sender of the bytes: the dialer or the acceptor."""
     offset: int
     """Bytes after the handshake that are forwarded as they are."""
     length: int

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What strangers can reach, what files of strangers can do, and what outlives losses."""
+"""Fixtures for tests of ports that strangers can reach, files of strangers, and data that survives losses."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Garbage for what is read in Python, as `fuzz` has it for what is read in Rust: the same variables, the same words.
 
-`FARANDOLE_FUZZ_SECONDS` is how long a target runs, one second where nobody says; `FARANDOLE_FUZZ_SEED` is the first
-case. A case that fails names its seed, which repeats it.
+`FARANDOLE_FUZZ_SECONDS` is the time of a target, one second by default; `FARANDOLE_FUZZ_SEED` is the first case. A case
+that fails names its seed, which repeats it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ODD += [None, True, "", "x" * 300, "..", [], {}, [[]], [1, 2, 3], {"x": 1}]
 
 
 def seconds() -> float:
-    """How long a target runs."""
+    """Returns the seconds for which a target runs."""
     return float(os.environ.get("FARANDOLE_FUZZ_SECONDS", "1"))
 
 
 def cases(case: Callable[[random.Random], object]) -> int:
     """Runs a case with fresh numbers until the time is over; how many there were."""
-    # Nobody asked for more than a glance: the same cases every time.
+    # Without a budget, the same few cases run every time.
     start = 0 if "FARANDOLE_FUZZ_SECONDS" not in os.environ else int(time.time())
     seed = first = int(os.environ.get("FARANDOLE_FUZZ_SEED", start))
     end = time.monotonic() + seconds()
@@ -43,7 +43,7 @@ def cases(case: Callable[[random.Random], object]) -> int:
 
 
 def mutated(draw: random.Random, sound: bytes) -> bytes:
-    """Something like `sound`: bits flipped, bytes replaced, cut short, prolonged, or repeated."""
+    """Returns a damaged copy of `sound`: bits flipped, bytes replaced, cut short, prolonged, or repeated."""
     found = bytearray(sound)
     for _ in range(draw.randrange(1, 5)):
         at = draw.randrange(len(found) + 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What ranks do in a soak of their memory: random operations, sizes, dtypes, process sets and optimizers."""
+"""Work of ranks in a soak of their memory: random operations, sizes, dtypes, process sets and optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resident():
 
 
 def tidy():
-    """Gives back what is not in use, whoever keeps it."""
+    """Returns all unused memory of all allocators."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

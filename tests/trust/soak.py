@@ -82,7 +82,7 @@ def resident():
 
 
 def held(folder):
-    """What this process holds now."""
+    """Counts the resources of this process."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

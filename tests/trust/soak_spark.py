@@ -93,7 +93,7 @@ def threads(java):
 
 
 def held(session):
-    """What the driver holds now."""
+    """Counts the resources of the driver."""
     context = session.sparkContext
     end = time.monotonic() + 20.0
     while tasks_of(context) and time.monotonic() < end:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Garbage for what Python reads of others: an error that says so, and what goes on goes on."""
+"""Garbage for everything that Python reads from others: an error that says so, and no effect on other work."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.needs import skipped_without
 from tests.trust.garbage import altered, cases, mutated, seconds
 
 import farandole
@@ -161,7 +163,7 @@ def client(server, module):
 
 
 def request(server, module, text):
-    """What the server answers to a request by somebody who has the key."""
+    """Returns the server's answer to a request that has the key."""
     line = socket.create_connection(address(server), 10.0)
     with line:
         until = time.monotonic() + 10.0
@@ -193,7 +195,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
                 with contextlib.suppress(OSError):
                     line.sendall(said[: draw.randrange(len(said))])
                     line.shutdown(socket.SHUT_WR)
-                    # The random part comes first; nothing else does for somebody without the key.
+                    # The random part comes first; a client without the key gets only this part.
                     assert len(line.makefile("rb").read()) <= 32
         else:
             told = altered(draw, draw.choice(requests))
@@ -208,7 +210,7 @@ def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
 
 
 def is_over(line, byte):
-    """Whether the other side has ended a connection on which one more byte is said."""
+    """Returns whether the other side has ended a connection on which one more byte is said."""
     try:
         line.sendall(bytes([byte]))
         return not line.recv(1)
@@ -232,7 +234,7 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
     assert 0.5 < time.monotonic() - began < 3.0
 
 
-def test_a_crowd_of_strangers_keeps_nobody_from_the_meeting_point(meeting, monkeypatch):
+def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monkeypatch):
     server, module = meeting
     server._places = 50
     monkeypatch.setattr(module, "REACH", 60.0)
@@ -282,7 +284,7 @@ def reap(pid):
 
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
-    """Where a fork server listens that has imported little, and its process."""
+    """Yields the socket of a fork server that has imported little, and its process id."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     place = tmp_path / "w"
     told = warm.Warm(("json",), 30.0)
@@ -311,7 +313,7 @@ def ask(place, draw, message, head=None, count=2):
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         line.connect(str(place))
-        # Somebody who hangs up with words unheard resets the connection.
+        # A client that closes with unread bytes resets the connection.
         if draw.random() < 0.8 and line.recv(1) != b"r":
             return b""
         socket.send_fds(line, [struct.pack("=I", len(message) if head is None else head)], [null] * count)
@@ -351,6 +353,75 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
         line.settimeout(10.0)
         line.connect(str(place))
         assert line.recv(1) == b"r"
+
+
+NOBODY = 65534
+
+
+def floods(place, told, stop):
+    """Connects to a socket in the present directory again and again; then says what was heard there."""
+    heard, rounds = set(), 0
+    while not select.select([stop], [], [], 0)[0]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(20.0)
+            line.connect(place)
+            try:
+                heard.add(line.recv(1).decode())
+            except ConnectionError:
+                heard.add("reset")
+        rounds += 1
+        if rounds == 1:
+            os.write(told, b"dialed\n")
+    os.write(told, json.dumps([rounds, sorted(heard)]).encode())
+
+
+@contextlib.contextmanager
+def another_user(folder, work, *arguments):
+    """Has a fork of this process, as another user, work in a directory; the reading end of its pipe."""
+    told, tells = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.chdir(folder)  # while the directories above it may still be passed
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            work(arguments[0], tells, *arguments[1:])
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(tells)
+    try:
+        with os.fdopen(told, "rb") as pipe:
+            yield pipe
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
+@skipped_without(None if os.geteuid() == 0 else "needs root, to be another user")
+def test_another_user_gets_nothing_from_the_fork_server_and_keeps_nobody_from_it(forks, tmp_path):
+    place, _ = forks
+    # The directory keeps others out already. Here it does not.
+    tmp_path.chmod(0o711)
+    place.chmod(0o777)
+    stop, stops = os.pipe()
+    with another_user(tmp_path, floods, place.name, stop) as told:
+        assert told.readline() == b"dialed\n"
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+                line.settimeout(20.0)
+                line.connect(str(place))
+                assert line.recv(1) == b"r", "the owner is served meanwhile"
+        os.write(stops, b"x")
+        rounds, heard = json.loads(told.read())
+    for end in (stop, stops):
+        os.close(end)
+    assert rounds > 1
+    assert heard == ["n"], "declined before a request is read"
 
 
 def test_a_damaged_message_of_plain_values_is_an_error():

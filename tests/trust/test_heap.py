@@ -18,10 +18,10 @@ from tests.trust.heap_soak import MIB, soak
 from farandole.spark.common import LocalBackend, SparkBackend
 
 SECONDS = float(os.environ.get("FARANDOLE_SOAK_SECONDS", "5"))
-"""How long; `make test-trust` takes ten minutes."""
+"""Duration of the soak; `make test-trust` takes ten minutes."""
 
 SEEN_WITHIN = 10
-"""Samples, half a second each at least, within which what nobody uses has gone back."""
+"""Samples, half a second each at least, within which unused memory has gone back."""
 
 JOBS = {
     "torch": ("torch", LocalBackend, {"warm": False}),
@@ -32,7 +32,7 @@ JOBS = {
 
 
 def job(name):
-    """What each rank of a job tells."""
+    """Returns the results of each rank of a job."""
     kind, backend, more = JOBS[name]
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     return backend(2, verbose=0, env=env, stderr=sys.stderr, **more).run(functools.partial(soak, kind, SECONDS, 7))
@@ -60,7 +60,7 @@ def test_memory_stays_within_half_more_than_what_is_alive():
                 alive = base + lately
                 told = name, rank, at, alive // MIB, has // MIB, used // MIB
                 assert has <= 2 * alive, told
-                # What was freed just now stays for the seconds in which somebody may take it again.
+                # Memory that was freed just now stays for some seconds, in which it may be used again.
                 over = over + 1 if has > 1.5 * alive else 0
                 assert over < SEEN_WITHIN, told
 

@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def opened(method):
-    """What a rank listens on with the engine up, and with a process group of torch's besides."""
+    """Returns the listeners of a rank with the engine up, and with a process group of torch, too."""
     import torch.distributed as dist
 
     import farandole.torch as hvd
@@ -52,6 +52,28 @@ def opened(method):
     dist.destroy_process_group()
     hvd.shutdown()
     return engine, group
+
+
+def debugged():
+    """Returns the listeners of a rank before, with and after the debug server of torch."""
+    import socket
+
+    import farandole.numpy as hvd
+    from farandole.torch.distributed import debug
+
+    hvd.init()
+    before = sockets.listening()
+    with pytest.raises(ValueError, match="without a password"):
+        debug.start_debug_server(0)
+    refused = sockets.listening()
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    debug.start_debug_server(port, open_to_the_network=True)
+    started = sockets.listening() - before
+    hvd.barrier()
+    debug.stop_debug_server()
+    hvd.barrier()
+    return refused - before, started, sockets.listening() - before
 
 
 def keeps_what_it_is_told(store, rank, size):
@@ -107,6 +129,15 @@ def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
         assert {port for _, port in driver} | {port for engine, _ in ranks for _, port in engine} <= set(RANGE)
 
 
+@pytest.mark.skipif(find_spec("torch.distributed.debug") is None, reason="needs torch 2.15")
+def test_torchs_debug_server_opens_ports_only_after_consent():
+    for refused, started, stopped in LocalBackend(2, verbose=0, warm=False).run(debugged):
+        assert not refused
+        assert started, "torch opens ports"
+        assert {address for address, _ in started} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+        assert not stopped
+
+
 MEETING = """
 from tests.sockets import listening
 from farandole.tensorflow.data._meeting import MeetingClient, MeetingServer
@@ -126,6 +157,74 @@ def test_the_meeting_point_of_the_data_service_listens_where_it_may():
     env = environment({**SETTINGS["bind address"], **SETTINGS["port range"], "KERAS_BACKEND": "tensorflow"})
     done = subprocess.run([sys.executable, "-c", MEETING], env=env, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+SERVICE = """
+import threading
+import farandole.tensorflow as hvd
+from farandole.tensorflow.data import compute_service
+from tests.sockets import listening
+hvd.init()
+before = listening()
+with compute_service.serving(1, dispatcher_side="training", timeout=60, open_to_the_network=True) as config:
+    meeting = listening() - before
+    assert len(meeting) == 1, meeting
+    worker = threading.Thread(target=compute_service.compute_worker_fn, args=(config,))
+    worker.start()
+    with compute_service.tf_data_service(config, 0):
+        print("listens", sorted(listening() - before - meeting), flush=True)
+    config.compute_client().shutdown()
+    worker.join(60)
+    assert not worker.is_alive()
+"""
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_the_data_service_opens_ports_of_tensorflow_on_all_addresses_after_consent():
+    env = environment({**SETTINGS["bind address"], "KERAS_BACKEND": "tensorflow"})
+    done = subprocess.run([sys.executable, "-c", SERVICE], env=env, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    found = addresses_and_ports(done.stdout.decode())
+    assert len(found) >= 2, "a dispatcher and a worker"
+    assert {address for address, _ in found} <= {EVERYWHERE, 32 * "0"}, "all addresses, as the guide says"
+
+
+# Groups whose members change, by torch's own interface: no launcher has started them.
+MEMBERS = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+import farandole.torch.distributed
+from tests.sockets import listening
+rank, limit = int(os.environ["MEMBER"]), timedelta(seconds=60)
+store = dist.FileStore(os.environ["MEETING"], -1)
+dist.init_process_group(
+    "farandole", store=store, rank=rank, world_size=2, timeout=limit, enable_reconfigure=True
+)
+store.set(f"handle/{rank}", dist._get_reconfigure_handle())
+handles = [store.get(f"handle/{one}").decode() for one in range(2)]
+before = listening()
+assert dist._reconfigure(1, handles, timeout=limit).wait()
+dist.barrier()
+print("listens", sorted(listening() - before), flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("setting", ["nothing", "bind address", "port range"])
+def test_groups_of_one_host_that_are_reconfigured_listen_on_loopback_alone(tmp_path, setting):
+    told = {"MEETING": str(tmp_path / "store"), **SETTINGS[setting]}
+    ended = together([{"MEMBER": str(rank), **told} for rank in range(2)], MEMBERS)
+    assert [one.status for one in ended] == [0, 0], ended
+    found = [addresses_and_ports(one.out) for one in ended]
+    assert found[0], "member 0 has the registrar"
+    assert {address for member in found for address, _ in member} == {LOOPBACK}
+    assert setting != "port range" or all(port in RANGE for member in found for _, port in member)
+
+
+def addresses_and_ports(text):
+    """Returns the sockets on which a process says that it listens."""
+    return [(address, int(port)) for address, port in re.findall(r"\('([0-9A-F]+)', (\d+)\)", text)]
 
 
 TWO_HOSTS = """

@@ -19,6 +19,7 @@ import torch
 from tests.single.test_checkpoint_safety import Line, keras_fit, lightning_fit, torch_fit
 from tests.single.training import estimator, line, linear, write
 
+from farandole.common import elastic
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
 from farandole.spark.common.saving.saved import Saved
@@ -49,7 +50,7 @@ def plain(mark):
 
 
 def of_torch(mark):
-    """As `torch.save` has it."""
+    """Like `torch.save` has it."""
     file = io.BytesIO()
     torch.save({"model": Poison(mark), "state_dict": Poison(mark), "history": Poison(mark)}, file)
     return file.getvalue()
@@ -61,6 +62,15 @@ def of_keras(mark):
     with zipfile.ZipFile(file, "w") as out:
         for name in ("config.json", "metadata.json", "model.weights.h5", "state.json"):
             out.writestr(name, plain(mark))
+    return file.getvalue()
+
+
+def of_numpy(mark):
+    """An archive of NumPy, whose arrays hold objects."""
+    file = io.BytesIO()
+    held = np.empty(1, object)
+    held[0] = Poison(mark)
+    np.savez(file, **{"plain": held, "0": held, "1": held})
     return file.getvalue()
 
 
@@ -90,7 +100,7 @@ def files_of(folder):
 
 
 def each_poisoned(folder, mark, read, poison):
-    """Has each file be poisoned in turn, in a copy, and read; says which files there were."""
+    """Poisons each file in turn, in a copy, and reads it; returns the files."""
     names = files_of(folder)
     for index, name in enumerate(names):
         copy = folder.with_name(f"copy-{index}")
@@ -101,7 +111,7 @@ def each_poisoned(folder, mark, read, poison):
             read(copy)
         assert not mark.exists(), name
         if name.startswith("runs/") and seals.MARKER not in name:
-            # Who can write there can take the marker away, too.
+            # A writer of that place can remove the marker, too.
             (copy / "runs" / "r" / seals.MARKER).unlink()
             with contextlib.suppress(Exception):
                 read(copy)
@@ -115,6 +125,9 @@ def test_the_poisons_work(mark):
     assert mark.exists()
     mark.unlink()
     torch.load(io.BytesIO(of_torch(mark)), weights_only=False)
+    assert mark.exists()
+    mark.unlink()
+    np.load(io.BytesIO(of_numpy(mark)), allow_pickle=True)["plain"]
     assert mark.exists()
 
 
@@ -163,6 +176,57 @@ def test_no_file_of_prepared_data_has_its_code_run(tmp_path, mark, poison):
 
     prepared(folder)
     assert any(name.endswith("_manifest.json") for name in each_poisoned(folder, mark, prepared, poison))
+
+
+def plain_state(hvd):
+    """A state of numbers and names, and how it is trained by a step."""
+    return hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, seen=[])
+
+
+def torch_state(hvd):
+    """A state of a model and its optimizer."""
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+
+def keras_state(_):
+    """A state of a model of Keras."""
+    keras = pytest.importorskip("keras")
+    import farandole.keras as hvd
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    return hvd.elastic.KerasState(model, step=0)
+
+
+@pytest.mark.parametrize("poison", [*POISONS, of_numpy])
+@pytest.mark.parametrize("made", [plain_state, torch_state, pytest.param(keras_state, marks=pytest.mark.slow)])
+def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made, poison):
+    import farandole.torch as hvd
+
+    folder = tmp_path / "store"
+
+    def trained(copy):
+        state = made(hvd)
+        state.save_to(str(copy), "r")
+
+        def loop(state):
+            state.step += 1
+            state.commit()
+            return state.step
+
+        return elastic.run_fn(loop, lambda: None)(state)
+
+    hvd.init()
+    try:
+        assert [trained(folder) for _ in range(2)] == [1, 2], "a run goes on from its commit"
+        names = each_poisoned(folder, mark, trained, poison)
+    finally:
+        hvd.shutdown()
+    assert set(names) == {"runs/r/checkpoint", "runs/r/checkpoint.previous", f"runs/r/{seals.MARKER}"}
 
 
 def torch_model():

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from tests.needs import skipped_without
 from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.test_data_prepare import arrays, write
 
@@ -36,7 +37,7 @@ SIZE = 48 << 20
 
 
 def missing():
-    """Why there is no such file system here."""
+    """Returns the reason why there is no such file system here."""
     if os.geteuid() != 0:
         return "needs root, to mount"
     lacks = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]
@@ -45,7 +46,7 @@ def missing():
     return None if Path("/dev/loop-control").exists() else "needs loop devices"
 
 
-needs = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs = skipped_without(missing())
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def disk(tmp_path):
 
 
 @needs
-def test_the_disk_loses_what_nobody_has_synchronized(disk):
+def test_the_disk_loses_unsynchronized_data(disk):
     folder, lose_power = disk
     (folder / "lost").write_bytes(b"x" * 5000)
     with lose_power() as after:
@@ -185,7 +186,7 @@ def test_a_model_that_was_exported_is_there_and_so_is_the_one_before_until_then(
 
 
 def followed(patch, owner, name, step):
-    """Has every call of a function be followed by a step."""
+    """Runs a step after every call of a function."""
     real = getattr(owner, name)
 
     def call(*arguments, **named):
@@ -197,7 +198,7 @@ def followed(patch, owner, name, step):
 
 
 def sync_names(folder):
-    """Has the names below a directory be on the disk, as the kernel may write them back at any time before contents."""
+    """Writes the names below a directory to the disk, as the kernel may do at any time before contents."""
     for place, _, _ in os.walk(folder):
         durable.Disk().sync(Path(place))
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Somebody on the path between two hosts forwards handshakes and then does harm.
+"""A relay between two hosts forwards handshakes and then does harm.
 
 The ranks end with an error that names the connection, and no rank returns a sum that its peer did not send.
 `crates/transport/tests/relay` has the same for every offset; here is a whole job, with its real network.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import pytest
 from tests.launch import bed
+from tests.needs import skipped_without
 from tests.started import on_host, together
 from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
 
 pytestmark = [
     pytest.mark.timeout(200),
-    pytest.mark.skipif(bed.missing() is not None, reason=str(bed.missing())),
+    skipped_without(bed.missing()),
 ]
 # Sums whose every element is known; a rank that gets another one says so.
 SUMS = """
@@ -49,7 +50,7 @@ TOLD = {
 
 
 def job(harm, rounds, length, pause):
-    """What became of two ranks, and the relay between them."""
+    """Returns the outcomes of two ranks, and the relay between them."""
     code = f"rounds, length, pause = {rounds}, {length}, {pause}\n{SUMS}"
     with hosts(harm) as (relay, inside):
         environments = [{"HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]
@@ -73,13 +74,13 @@ def test_a_relay_that_only_forwards_is_not_noticed():
         pytest.param(lambda part: part[:1000] + bytes(500) + part[1000:], id="injected"),
     ],
 )
-def test_bytes_of_a_link_that_somebody_meddled_with_end_the_job_with_the_links_name(does, side):
+def test_changed_bytes_of_a_link_end_the_job_with_the_links_name(does, side):
     ended, relay = job(Harm(LINK, side, 50_000, 4096, does), rounds=1000, length=100_000, pause=0)
     assert relay.harmed, "harm was done"
     assert_told(ended, "on connection ")
 
 
-def test_a_beat_that_somebody_changed_ends_the_job_with_the_links_name():
+def test_a_changed_heartbeat_ends_the_job_with_the_links_name():
     flipped = Harm(BEAT, DIALER, 0, 160, lambda part: part[:20] + bytes([part[20] ^ 1]) + part[21:])
     ended, relay = job(flipped, rounds=400, length=100, pause=0.05)
     assert relay.harmed, "harm was done"

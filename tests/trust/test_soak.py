@@ -18,14 +18,14 @@ STEADY = 8 << 20
 ALONE = {"OMP_NUM_THREADS": "1", "FARANDOLE_WARM_IDLE_SECONDS": "60", "PYSPARK_PYTHON": sys.executable}
 
 SLACK = {"mappings": 8, "threads": 2, "descriptors": 2}
-"""What comes and goes; a leak of one for each fit is more."""
+"""Resources that come and go; a leak of one for each fit is more."""
 
 OF_SPARK = SLACK | {"processes": 2, "temporary files": 4}
 """The same in a session of Spark, which starts workers of Python and deletes files of shuffles a moment later."""
 
 
 def soak(module, *arguments, limit):
-    """What the process held after each so many fits."""
+    """Returns the resources of the process at intervals of some fits."""
     # Warm workers have a socket there, whose path may not be long.
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as temporary:
         done = subprocess.run(
@@ -41,7 +41,7 @@ def soak(module, *arguments, limit):
 
 
 def assert_flat(samples, growth):
-    """Nothing grows but memory, and that by so many bytes for a fit at most."""
+    """Checks that only memory grows, and by at most so many bytes a fit."""
     first, last = samples[0], samples[-1]
     assert first["processes"] >= 1, "workers came warm"
     for name in set(first) - {"fits", "memory"}:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A driver that is stopped for a while, as by Ctrl-Z or a debugger: its job goes on, and its user is told."""
+"""A driver that is stopped for a while, as by Ctrl-Z or a debugger: its job continues, and its user gets a message."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ print("results", [result], flush=True)
 
 @dataclass
 class Ended:
-    """What became of a job whose driver was stopped."""
+    """The outcome of a job whose driver was stopped."""
 
     status: int
     said: str
@@ -144,7 +144,7 @@ def test_a_driver_that_was_stopped_for_long_loses_nothing(tmp_path, kind, second
 
 @pytest.mark.parametrize("kind", ["local", "command"])
 def test_a_driver_that_is_killed_leaves_no_rank(tmp_path, kind):
-    """Nothing here waits as long as for a driver that is stopped: nobody listens any more."""
+    """Ranks end sooner than with a stopped driver, because the registrar's port is closed."""
     script, output = tmp_path / "job.py", tmp_path / "said"
     body = RANK.replace("    rounds, longest", '    print("pid", os.getpid(), flush=True)\n    rounds, longest', 1)
     script.write_text(body + {"local": LOCAL + DRIVER, "command": COMMAND}[kind])

@@ -97,7 +97,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def errors() -> list[str]:
-    """What the console of the test's page says of errors; what is left at the end fails the test."""
+    """The error lines of the page's console; a line that is left at the end fails the test."""
     return []
 
 

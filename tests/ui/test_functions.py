@@ -93,6 +93,7 @@ def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
         (tmp_path / "die").touch()
         page.wait_for_selector("#headline .badge:has-text('failed')", timeout=30_000)
         assert "SIGKILL" in page.locator("[data-section='Why it failed']").inner_text()
+        page.wait_for_selector("[data-section=Ranks] tbody tr:nth-child(2) td:nth-child(3):has-text('failed')")
         rest = job.stderr.read()
         assert job.wait(30) != 0
     assert "the timeline of all ranks is timeline.json of the run" in rest, rest
@@ -144,6 +145,7 @@ def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path)
     page.wait_for_selector("[data-section=Ranks]")
     heads = page.locator("[data-section=Ranks] th").all_inner_texts()
     assert heads[-6:-1] == ["Host CPU", "Process memory", "Host memory", "GPU load", "GPU memory"]
+    assert "State" not in heads, "none has left"
     cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
     assert cells[-6:-1] == ["42 %", "1.0 GiB", "3.0 of 8.0 GiB", "90 %", "10.0 of 80.0 GiB"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Fake:
-    """What the button's server calls."""
+    """A backend that records the calls of the button's server."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -170,6 +170,32 @@ def test_zoom_smoothing_and_files_of_a_run(page, shown, tmp_path):
     assert download.value.suggested_filename == "loss.png"
 
 
+def test_a_small_screen_shows_everything_without_moving_the_page_sideways(page, shown, tmp_path):
+    load = {"cpu": 0.42, "memory": 2**33, "memory_total": 2**34, "process_memory": 2**30}
+    ranks = [
+        {"rank": rank, "host": "a-host-with-a-long-name.example", "load": load, "state": "ended"} for rank in range(2)
+    ]
+    event = {"time": 1, "what": "Spark has removed executor 5", "reason": "Container killed by YARN " * 5}
+    for name in ("first", "second"):
+        write_run(
+            tmp_path, f"{name}-{'long' * 15}", ranks=ranks, events=[event], data={"path": "s3://bucket/" + "x" * 90}
+        )
+    page.set_viewport_size({"width": 390, "height": 700})
+    ready(page, shown())
+    sideways = "document.documentElement.scrollWidth - innerWidth"
+    assert page.evaluate(sideways) <= 0, "the list"
+    for row in page.locator("#rows input").all():
+        row.check()
+    page.click("#compare")
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    assert page.evaluate(sideways) <= 0, "the comparison"
+    page.click("text=All runs")
+    page.click("#rows a >> nth=0")
+    page.wait_for_selector("[data-section=Ranks]")
+    page.wait_for_selector("figure[data-chart=loss] canvas")
+    assert page.evaluate(sideways) <= 0, "a run"
+
+
 def test_keys_and_themes(page, shown, tmp_path):
     write_run(tmp_path, "one")
     ready(page, shown())

@@ -8,7 +8,7 @@ use clap::{ArgMatches, Command};
 use crate::run::flags::FLAGS;
 use crate::{agent, bench, data, demo, explain, run, simulate, store, timeline, ui};
 
-/// The whole command.
+/// Returns the whole command.
 pub(crate) fn command() -> Command {
     Command::new("farandole")
         .version(env!("CARGO_PKG_VERSION"))
@@ -34,7 +34,7 @@ pub(crate) fn command() -> Command {
 /// Parses the words: the subcommand and its arguments. With `drop_in` they are Horovod's, and mean `run`.
 ///
 /// # Errors
-/// clap's: what is wrong, or help that was asked for.
+/// The message of clap: an error, or the requested help.
 pub(crate) fn matches(argv: &[String], drop_in: bool) -> Result<(String, ArgMatches), clap::Error> {
     if !drop_in {
         let subcommand = command().try_get_matches_from(normalized(argv))?.remove_subcommand();

@@ -36,7 +36,7 @@ const DTYPES: [&str; 10] = [
 ];
 const SIZES: &str = "4,1K,64K,256K,4M,64M";
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     Command::new("bench")
         .about("Measures a collective on several processes of this host; `-np N` is the same as `--num-proc N`.")
@@ -125,7 +125,7 @@ pub(crate) fn bench(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Re
     Ok(report.exit_code())
 }
 
-/// Bytes with `K`, `M` or `G` for powers of 1024.
+/// Returns the bytes with `K`, `M` or `G` for powers of 1024.
 pub(crate) fn bytes(text: &str) -> Result<u64> {
     let text = text.trim();
     let upper = text.to_ascii_uppercase();
@@ -179,7 +179,7 @@ impl Table {
         }
     }
 
-    /// Bytes that cross each rank's slowest link, for one byte of the tensor.
+    /// Returns the bytes that cross each rank's slowest link, for one byte of the tensor.
     fn bus_factor(&self) -> f64 {
         let ranks = f64::from(self.ranks);
         match self.operation.as_str() {

@@ -52,7 +52,7 @@ impl Sink for Console {
     }
 }
 
-/// The time as Horovod writes it: `Thu Aug  5 14:38:47 2021`.
+/// Returns the time as Horovod writes it: `Thu Aug  5 14:38:47 2021`.
 fn asctime() -> String {
     Local::now().format("%a %b %e %H:%M:%S %Y").to_string()
 }

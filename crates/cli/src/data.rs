@@ -13,7 +13,7 @@ use crate::surroundings::Surroundings;
 /// Does the work: its `main` takes the name of the command and its arguments.
 const MODULE: &str = "farandole.data.command";
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     let text = |name: &'static str, value: &'static str, help: &'static str| {
         Arg::new(name).long(name).value_name(value).help(help)

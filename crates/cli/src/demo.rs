@@ -11,7 +11,7 @@ use crate::surroundings::Surroundings;
 /// Does the work: its `main` takes the store, then `local` if Spark shall not be started.
 const MODULE: &str = "farandole.spark.demo";
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     Command::new("demo")
         .about(

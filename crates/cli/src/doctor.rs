@@ -24,7 +24,7 @@ use farandole::world::{Rank, TaskId};
 use crate::console::Console;
 use crate::surroundings::{Distribution, Python, Surroundings};
 
-/// How long one try may take.
+/// Longest time that one try may take.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Bytes of a trial link.
 const TRIAL: usize = 64 << 10;
@@ -42,7 +42,7 @@ const FRAMEWORKS: &[(&str, &str, &str)] = &[
 const SPARK: &[(&str, &str, &str)] =
     &[("pyspark", "PySpark", "spark"), ("pyarrow", "PyArrow", "spark"), ("pandas", "pandas", "spark")];
 
-/// One page, section by section, and what is wrong at its end.
+/// One page, section by section, with the problems at its end.
 #[derive(Default)]
 struct Page {
     text: String,
@@ -143,7 +143,7 @@ fn packages(page: &mut Page, title: &str, wanted: &[(&str, &str, &str)], modules
     }
 }
 
-/// The version, and whose it is where that is not clear from the module's name.
+/// Returns the version, and whose it is where that is not clear from the module's name.
 fn provided(module: &str, providers: &[Distribution]) -> String {
     let one = |Distribution { name, version }: &Distribution| match name == module {
         true => version.clone(),
@@ -255,7 +255,7 @@ fn devices(page: &mut Page, python: &Python) {
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
     let mut places = Places::of(&named);
     places.packages.extend(python.folders.iter().cloned());
-    // What is missing is no problem: without it, tensors on a GPU go through host memory.
+    // A missing library is no problem: without it, tensors on a GPU go through host memory.
     let findings = inventory(&places);
     for Finding { name, works, detail } in &findings {
         page.check(*works, name, detail);
@@ -266,7 +266,7 @@ fn devices(page: &mut Page, python: &Python) {
     page.check(by_nccl, "tensors on GPUs", way);
 }
 
-/// Whether NCCL reduces them, and what becomes of them.
+/// Returns whether NCCL reduces them, and what becomes of them.
 fn tensors_on_gpus(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
     match chosen.to_lowercase().as_str() {
         _ if !driver => (false, "none: there is no driver"),

@@ -11,7 +11,7 @@ use farandole::ui::explain;
 
 use crate::{store, ui};
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     store::with_options(Command::new("explain"))
         .about(

@@ -84,6 +84,6 @@ pub fn main(argv: &[String], surroundings: &dyn Surroundings) -> i32 {
 
 /// Tells the user something.
 fn say(called: &str, message: &str) {
-    // Nobody is left to tell when stderr is closed.
+    // If stderr is closed, there is no place for the message.
     drop(writeln!(std::io::stderr(), "{called}: {message}"));
 }

@@ -9,7 +9,7 @@ use farandole::config::{KNOBS, PREFIX};
 use crate::arguments::command;
 use crate::run::flags::{Does, FLAGS, IGNORED_VARIABLES, knob_flags};
 
-/// The whole page: `run` with its keys and variables, then every other command that is not hidden.
+/// Returns the whole page: `run` with its keys and variables, then every other command that is not hidden.
 fn page() -> String {
     let mut page = String::from(
         "# The command line\n\n<!-- Written by `FARANDOLE_WRITE=1 cargo test -p farandole-cli reference`; do not edit. -->\n\n\
@@ -29,12 +29,12 @@ fn page() -> String {
     page
 }
 
-/// Whether a command is for users.
+/// Returns whether a command is for users.
 fn shown(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
 
-/// The description of a command.
+/// Returns the description of a command.
 fn about(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
@@ -69,7 +69,7 @@ fn section(page: &mut String, command: &mut Command, name: &str, level: usize) {
     }
 }
 
-/// How an argument is written on the command line.
+/// Returns an argument as written on the command line.
 fn spelled(arg: &Arg) -> String {
     let named = arg.get_value_names().and_then(|names| names.first());
     let value = format!("<{}>", named.map_or(arg.get_id().as_str(), |name| name.as_str()));
@@ -83,7 +83,7 @@ fn spelled(arg: &Arg) -> String {
     names.replace('|', "\\|")
 }
 
-/// The description of an argument, and its possible values.
+/// Returns the description of an argument, and its possible values.
 fn described(arg: &Arg) -> String {
     let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
     let possible: Vec<String> =

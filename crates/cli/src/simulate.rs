@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole simulate`: how long things take on a cluster that is not there.
+//! `farandole simulate`: times of operations on a simulated cluster.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use crate::bench::bytes;
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     let number = |name: &'static str, value: &'static str, default: &'static str, help: &'static str| {
         Arg::new(name)

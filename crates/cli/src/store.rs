@@ -12,7 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::config::environment;
 use farandole::store::{Options, Store, configure, is_free, stale, sweep};
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     let url =
         || Arg::new("url").value_name("URL").required(true).help("A path or URL, such as s3://bucket/prefix");
@@ -58,7 +58,7 @@ pub(crate) fn command() -> Command {
         )
 }
 
-/// The command with the options of stores.
+/// Returns the command with the options of stores.
 pub(crate) fn with_options(command: Command) -> Command {
     command
         .arg(
@@ -89,7 +89,7 @@ fn pair(text: &str) -> Result<(String, String)> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Whether an option's name says that its value is a secret.
+/// Returns whether an option's name says that its value is a secret.
 fn is_secret(key: &str) -> bool {
     let key = key.to_ascii_lowercase();
     let words = [
@@ -107,12 +107,12 @@ fn is_secret(key: &str) -> bool {
     !key.ends_with("_id") && words.iter().any(|word| key.contains(word))
 }
 
-/// Whether a value says where the value is.
+/// Returns whether a value says where the value is.
 fn is_elsewhere(value: &str) -> bool {
     value == "-" || value.starts_with("env:") || value.starts_with("file:")
 }
 
-/// The options of a file, and over them those of the command line, each with the value that it stands for.
+/// Returns the options of a file, and over them those of the command line, each with the value that it stands for.
 fn options(
     given: Vec<(String, String)>,
     file: Option<&str>,
@@ -170,7 +170,7 @@ fn age(text: &str) -> Result<Duration> {
     count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
 }
 
-/// Has stores opened with the options of a command line.
+/// Opens stores with the options of a command line from now on.
 pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> {
     let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
@@ -268,7 +268,7 @@ fn usage(store: &Store) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Whether prepared data is complete, and whether somebody uses it.
+/// Returns whether prepared data is complete, and whether it is in use.
 fn state(store: &Store, path: &str) -> Result<String> {
     let directory = store.child(path.trim_end_matches('/'))?;
     let complete = directory.exists("_manifest.json")?;

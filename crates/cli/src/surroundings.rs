@@ -12,19 +12,19 @@ use farandole::telemetry::Metric;
 
 /// The interpreter's side.
 pub trait Surroundings {
-    /// The request of the signals so far.
+    /// Returns the request of the signals so far.
     fn wish(&self) -> Wish;
 
-    /// The interpreter, and what is installed in it. Nothing is imported to find out.
+    /// Returns the interpreter and its installed packages. Nothing is imported to find out.
     fn python(&self) -> Python;
 
     /// Folder of the Python package.
     fn package(&self) -> PathBuf;
 
-    /// The packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
+    /// Returns the packages of this interpreter's modules, by the name of the top module. Nothing is imported for it.
     fn modules(&self) -> BTreeMap<String, Vec<Distribution>>;
 
-    /// Calls `main(words)` of a module of the package; the exit status, or in words what was raised.
+    /// Calls `main(words)` of a module of the package; the exit status, or a text about the exception.
     ///
     /// # Errors
     /// What the function raised, or that there is no such module.

@@ -13,7 +13,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::telemetry::{Record, Sink};
 use farandole::ui::timeline::{KIND, Pieces, merge};
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     Command::new("timeline")
         .about(
@@ -56,7 +56,7 @@ pub(crate) fn timeline(matches: &ArgMatches) -> Result<i32> {
     Ok(0)
 }
 
-/// Keeps the timelines that agents send; everything else goes on to the console.
+/// Keeps the timelines that agents send, and passes everything else to the console.
 pub(crate) struct Gathering {
     path: PathBuf,
     pieces: Mutex<Pieces>,
@@ -69,7 +69,7 @@ impl Gathering {
     /// # Errors
     /// It cannot be written, or there is no room for a folder.
     pub(crate) fn new(path: &Path, next: &Arc<dyn Sink>) -> Result<Arc<Self>> {
-        // Said before the job runs for hours. What is there stays until there is something to replace it.
+        // Said before the job runs for hours. The present file stays until it can be replaced.
         OpenOptions::new()
             .create(true)
             .append(true)
@@ -79,7 +79,7 @@ impl Gathering {
         Ok(Arc::new(Self { path: path.to_owned(), pieces, next: Arc::clone(next) }))
     }
 
-    /// Merges what has come; what to tell of it.
+    /// Merges the received timelines; returns a message.
     ///
     /// # Errors
     /// Nothing has come, or the trace cannot be written.

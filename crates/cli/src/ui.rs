@@ -15,10 +15,10 @@ use farandole::ui::{Settings, Viewer};
 use crate::store;
 use crate::surroundings::Surroundings;
 
-/// How long a signal waits.
+/// Interval at which signals are handled while the page is served.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The command line.
+/// Returns the command line.
 pub(crate) fn command() -> Command {
     store::with_options(Command::new("ui"))
         .about(
@@ -51,7 +51,7 @@ pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Resul
     let port = matches.get_one("port").copied().unwrap_or_default();
     let settings = Settings { stores, page: page(surroundings), port };
     let mut viewer = Viewer::start(&settings)?;
-    // A closed stdout ends it: nobody has the link.
+    // A closed stdout ends it, because no user can have the link.
     let mut out = std::io::stdout();
     writeln!(out, "the runs are at {} (Ctrl-C ends this)", viewer.url())?;
     out.flush()?;
@@ -62,12 +62,12 @@ pub(crate) fn ui(matches: &ArgMatches, surroundings: &dyn Surroundings) -> Resul
     Ok(0)
 }
 
-/// Where the page's script and style are.
+/// Returns the folder of the page's script and style.
 fn page(surroundings: &dyn Surroundings) -> PathBuf {
     surroundings.package().join("ui")
 }
 
-/// A path of this host as it is from its root; a URL as it is.
+/// Returns a path of this host as it is from its root; a URL as it is.
 pub(crate) fn absolute(store: String) -> String {
     if store.contains(":/") {
         return store;
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_told_from_its_root_and_a_url_as_it_is() {
+    fn a_path_is_shown_from_its_root_and_a_url_unchanged() {
         assert!(absolute("here".to_owned()).starts_with('/'));
         assert_eq!(absolute("dbfs:/a".to_owned()), "dbfs:/a");
         assert_eq!(absolute("s3://a".to_owned()), "s3://a");

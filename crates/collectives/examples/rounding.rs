@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! How much sums of 16-bit floats lose, exact and with partial sums rounded between hosts.
+//! Error of sums of 16-bit floats: exact sums against partial sums that are rounded between hosts.
 //!
 //! `cargo run --release -p farandole-collectives --example rounding` prints the root mean square of the error, in parts
 //! of the sum's own: for inputs of both signs, and for inputs that have one sign.

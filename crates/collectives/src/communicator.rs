@@ -23,15 +23,15 @@ pub struct Segment {
     pub output: Buffer,
 }
 
-/// What a communicator can be asked for. Every member submits equal operations in the same order; sizes that may
-/// differ between members are spelled out for all of them. Member numbers are positions in the communicator.
+/// An operation of a communicator. Every member submits equal operations in the same order; sizes that may differ
+/// between members are spelled out for all of them. Member numbers are positions in the communicator.
 #[derive(Clone, Debug)]
 pub enum Operation {
     /// `output = post * reduce(pre * input)` per element; fused over all segments (a gather list, no packing).
     Allreduce {
         /// Element type of every segment.
         dtype: DataType,
-        /// How elements combine; `Average` divides by the number of members.
+        /// The operation that combines elements; `Average` divides by the number of members.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,
@@ -63,12 +63,12 @@ pub enum Operation {
         /// Bytes from each member.
         receives: Vec<usize>,
     },
-    /// As `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
+    /// Like `Allreduce`, but every member gets its own part of each segment only. An output may be the own part of its
     /// input; otherwise they must not overlap.
     Reducescatter {
         /// Element type of every segment.
         dtype: DataType,
-        /// How elements combine: anything but `Adasum`.
+        /// The operation that combines elements: anything but `Adasum`.
         op: ReduceOp,
         /// Multiplies inputs before the reduction.
         prescale: f64,
@@ -85,7 +85,7 @@ pub enum Operation {
 
 /// Runs operations among a fixed set of members, in submission order. Nothing here blocks.
 pub trait Communicator: Send {
-    /// Number of members.
+    /// Returns the number of members.
     fn size(&self) -> usize;
 
     /// This process's position among them.
@@ -103,11 +103,11 @@ pub trait Communicator: Send {
     /// The first failure of a link; the communicator is unusable afterwards.
     fn progress(&mut self, completed: &mut Vec<Token>) -> Result<bool>;
 
-    /// As [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
+    /// Like [`Communicator::submit`], for an operation whose work on the device comes after `events`: the device waits for
     /// them, not the host.
     ///
     /// # Errors
-    /// As `submit`; `Device` where there is no device that could wait.
+    /// Like `submit`; `Device` where there is no device that could wait.
     fn submit_after(
         &mut self,
         token: Token,
@@ -120,18 +120,18 @@ pub trait Communicator: Send {
         }
     }
 
-    /// Whether members still find out whether they can have it; it counts as pending. Until then nobody asks what it
-    /// carries, and nobody submits.
+    /// Returns whether members still find out whether they can have it; it counts as pending. Until then no caller
+    /// asks what it carries or submits an operation.
     fn is_forming(&self) -> bool {
         false
     }
 
-    /// A remark for the user that is no failure; given once.
+    /// Returns a remark for the user that is no failure; given once.
     fn remark(&mut self) -> Option<String> {
         None
     }
 
-    /// Whether an operation is done as it is defined: the same answer on every member.
+    /// Returns whether an operation is done as it is defined: the same answer on every member.
     fn carries(&self, _operation: &Operation) -> bool {
         true
     }
@@ -140,15 +140,15 @@ pub trait Communicator: Send {
     /// complete later; until then nothing but their device touches their buffers.
     fn launched(&mut self, _launched: &mut Vec<(Token, Arc<dyn Event>)>) {}
 
-    /// Waits until what was launched is done, for at most so long: before an end in good order.
+    /// Waits until launched work is done, for at most so long: before an orderly end.
     fn drain(&mut self, _limit: Duration) {}
 
-    /// For an owner that makes no more progress: nobody touches the memory of what was submitted any more. All later
-    /// calls fail.
+    /// For an owner that makes no more progress: the memory of submitted operations is not touched any more. All
+    /// later calls fail.
     fn abandon(&mut self) {}
 
-    /// Memory of the communicator's device for a result of so many bytes, at least one: operations submitted from now on
-    /// may write it, nobody else yet.
+    /// Returns memory of the communicator's device for a result of so many bytes, at least one: only operations
+    /// submitted from now on may write it.
     ///
     /// # Errors
     /// `Device` when the device has none left; `Shape` where there is no device.
@@ -160,13 +160,14 @@ pub trait Communicator: Send {
     fn pending(&self) -> usize;
 }
 
-/// Memory of a device that an operation fills; the device has it back when somebody has fetched the bytes, or dropped this.
+/// Memory of a device that an operation fills; the device gets it back when the bytes were fetched, or this was
+/// dropped.
 pub trait Room: Send + Sync {
-    /// The memory, for the operation alone: to be used no longer than this lives.
+    /// Returns the memory, for the operation alone: to be used no longer than this lives.
     fn buffer(&self) -> Buffer;
 
-    /// Has a stream of the framework's move the bytes to memory of the same device, after `reached`, and give this memory
-    /// back behind that; the host waits for nothing. Once only.
+    /// Lets a framework's stream move the bytes to memory of the same device, after `reached`, and free this memory
+    /// behind that; the host waits for nothing. Once only.
     ///
     /// # Errors
     /// `Shape` when `to` is no memory for all the bytes there, or they were fetched before; `Device`.
@@ -190,10 +191,10 @@ pub trait Device: Send + Sync {
     /// `Device` when the copy cannot be queued, `Shape` when the sizes differ.
     fn copy(&self, from: &Buffer, to: &Buffer) -> Result<Arc<dyn Event>>;
 
-    /// As [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
+    /// Like [`Device::copy`], several at once, all in one direction: the event comes after all of them. At least one.
     ///
     /// # Errors
-    /// As `copy`, `Shape` also where there is nothing to copy.
+    /// Like `copy`, `Shape` also where there is nothing to copy.
     fn copy_all(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn Event>> {
         let mut last = None;
         for (from, to) in pairs {
@@ -205,13 +206,13 @@ pub trait Device: Send + Sync {
 
 /// A point in a device's work.
 pub trait Event: Send + Sync {
-    /// Whether everything before it is done.
+    /// Returns whether everything before it is done.
     ///
     /// # Errors
     /// `Device` when the work failed.
     fn is_ready(&self) -> Result<bool>;
 
-    /// The device.
+    /// Returns the device.
     fn ordinal(&self) -> u32;
 
     /// Makes later work on a stream of the device wait for this. The host does not wait.
@@ -226,17 +227,18 @@ pub trait Fabric: Send + Sync {
     /// This member's card for the device, at most [`CARD`] bytes; empty if it cannot take part.
     fn card(&self, device: u32) -> Vec<u8>;
 
-    /// Why members with these cards can have no communicator, if so; whether they can follows from the cards alone. This
-    /// is the one at `place`.
+    /// Returns the reason, if any, why members with these cards can have no communicator. The answer follows from the
+    /// cards alone. This member is the one at `place`.
     fn obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String>;
 
-    /// A remark for the user about the communicator of members with these cards, if they can have one.
+    /// Returns a remark for the user about the communicator of members with these cards, if they can have one.
     fn remark(&self, _cards: &[&[u8]], _members: &[Rank], _place: usize) -> Option<String> {
         None
     }
 
-    /// A name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the first member
-    /// alone, and only when nothing is in the way: with it a port may be opened, which forming the communicator closes.
+    /// Returns a name for a new communicator of members with these cards, less than [`CARD`] bytes. Asked of the
+    /// first member alone, and only when nothing is in the way: with it a port may be opened, which forming the
+    /// communicator closes.
     ///
     /// # Errors
     /// Why there is none.

@@ -11,7 +11,7 @@ use std::str::FromStr;
 /// A way to do an allreduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Everybody sends everything to everybody: one step.
+    /// Every member sends everything to every other member: one step.
     Direct,
     /// One member of each host collects, these swap partial sums with twice as many at each step, and hand out.
     Doubling,
@@ -41,7 +41,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// Where members live.
+/// The hosts of the members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) members: usize,
@@ -51,7 +51,7 @@ pub(crate) struct Shape {
 }
 
 /// A row of the table: up to how many bytes which algorithm is the fastest for worlds of up to so many members, on up
-/// to so many hosts. What is larger is pipelined, by hosts where members share one.
+/// to so many hosts. Larger tensors are pipelined, by hosts if members share one.
 struct Row {
     members: usize,
     hosts: usize,

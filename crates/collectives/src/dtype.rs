@@ -67,12 +67,12 @@ impl DataType {
         Self::F8E5M2,
     ];
 
-    /// The type with this wire number.
+    /// Returns the type with this wire number.
     pub fn from_wire(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
     }
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             Self::U8 | Self::I8 | Self::Bool | Self::F8E4M3 | Self::F8E5M2 => 1,
@@ -83,7 +83,7 @@ impl DataType {
         }
     }
 
-    /// The name that NumPy, `ml_dtypes` and torch have for it.
+    /// Returns the name that NumPy, `ml_dtypes` and torch have for it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::U8 => "uint8",
@@ -113,7 +113,7 @@ impl fmt::Display for DataType {
     }
 }
 
-/// How elements combine. The numbers up to 5 are Horovod's.
+/// The operation that combines elements. The numbers up to 5 are Horovod's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -137,7 +137,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// The operation without the rounding between hosts.
+    /// Returns the operation without the rounding between hosts.
     #[must_use]
     pub const fn exact(self) -> Self {
         match self {
@@ -147,12 +147,12 @@ impl ReduceOp {
         }
     }
 
-    /// Whether sums are rounded between hosts.
+    /// Returns whether sums are rounded between hosts.
     pub const fn is_rounded(self) -> bool {
         matches!(self, Self::RoundedAverage | Self::RoundedSum)
     }
 
-    /// The operation with this wire number.
+    /// Returns the operation with this wire number.
     pub fn from_wire(number: u8) -> Option<Self> {
         const ALL: [ReduceOp; 8] = [
             ReduceOp::Average,

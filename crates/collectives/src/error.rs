@@ -28,7 +28,7 @@ pub enum Error {
     /// Buffers do not fit the operation.
     #[error("buffers do not fit the operation: {reason}")]
     Shape {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Members that cannot be reached any more, as a library tells that does not say which.
@@ -40,15 +40,15 @@ pub enum Error {
     /// A device failed.
     #[error("device {ordinal} failed: {reason}")]
     Device {
-        /// Which.
+        /// Number of the device.
         ordinal: u32,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
+    /// Returns the reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Transport(_) | Self::Lost { .. } => Fault::Peer,

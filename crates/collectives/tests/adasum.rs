@@ -8,7 +8,7 @@ use farandole_testkit::{
     Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
 };
 
-/// What a result may differ from the formula by, of the largest element.
+/// Returns the permitted difference from the formula, as a fraction of the largest element.
 fn tolerance(dtype: DataType) -> f64 {
     match dtype {
         DataType::F16 => 1e-3,

@@ -27,7 +27,7 @@ fn blocks(round: usize, size: usize) -> Vec<Vec<Vec<u8>>> {
 }
 
 #[test]
-fn alltoall_gives_everybody_its_block_of_everybody() {
+fn alltoall_gives_each_member_its_block_of_each_member() {
     for links in KINDS {
         for size in [1, 2, 3, 5] {
             Harness::new(size).over(links).ring(16 << 10).run(|rank, mut communicator| {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What happens when a link breaks (CO-4), and what is refused (CO-5).
+//! A link that breaks (CO-4), and operations that are refused (CO-5).
 
 use farandole_collectives::{
     Communicator, DataType, Device, Error, HostCommunicator, Operation, ReduceOp, Segment, Token,
@@ -11,7 +11,7 @@ use farandole_transport::{Error as LinkError, loopback};
 use farandole_world::Rank;
 
 #[test]
-fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
+fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
     for size in [2, 3, 4, 5] {
         // Within the greeting, between messages, inside a chunk, late.
         for bytes in [0, 10, 64, 1000, 30_000] {
@@ -51,7 +51,7 @@ fn a_cut_link_is_an_error_on_every_rank_and_nobody_hangs() {
                                 }
                             }
                         };
-                        // A barrier tells those of the loss who had nothing to do with the link.
+                        // A barrier reports the loss to members that do not use the link.
                         let outcome = complete(&mut communicator, operation)
                             .and_then(|()| complete(&mut communicator, Operation::Barrier));
                         let again = communicator.submit(Token(9), Operation::Barrier);
@@ -93,14 +93,14 @@ fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
                         let input = elements(DataType::F16, 50_000, rank.index() as u64);
                         let tensor = Tensor::new(&input, true);
                         let mut outcome = Ok(());
-                        // Whoever has nothing to do with the link hears of it in the barrier.
+                        // Members that do not use the link learn of it in the barrier.
                         for _ in 0..3 {
                             let sum = allreduce(DataType::F16, op, std::slice::from_ref(&tensor));
                             outcome = outcome.and_then(|()| complete(&mut communicator, sum));
                         }
                         outcome.and_then(|()| complete(&mut communicator, Operation::Barrier))
                     });
-                    // Nobody sends much over a link that an algorithm has no use for.
+                    // No member sends much over a link that an algorithm does not use.
                     let cut = outcomes.iter().any(Result::is_err);
                     for (rank, outcome) in outcomes.iter().enumerate() {
                         let lost = matches!(outcome, Err(Error::Transport(LinkError::PeerLost { .. })));
@@ -128,7 +128,7 @@ fn a_peer_that_finished_and_left_spoils_nothing() {
 }
 
 #[test]
-fn members_that_disagree_about_the_world_are_told_so() {
+fn members_that_disagree_about_the_world_get_an_error() {
     let mut mesh = loopback::mesh(3, 16 << 10).unwrap();
     // Rank 2 says nothing, and rank 1 does not know of it.
     let _silent = mesh.pop();

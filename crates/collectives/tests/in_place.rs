@@ -11,7 +11,7 @@ use farandole_testkit::{Harness, Links, complete, contents, elements, fill};
 use farandole_transport::Error as LinkError;
 use farandole_world::Rank;
 
-/// What rounds take on one link in these tests, and far less than the tensors.
+/// Ring bytes of one link in these tests: far less than the tensors.
 const ROUNDS: usize = 16 << 10;
 
 /// Tensors in memory of their own, each behind `skip` bytes of it.
@@ -41,7 +41,7 @@ impl Tensors {
         Operation::Allreduce { dtype, op, prescale: 0.5, postscale: 3.0, segments }
     }
 
-    /// What they hold; around them nothing has changed.
+    /// Returns the values; the memory around them is unchanged.
     fn results(&self) -> Vec<Vec<u8>> {
         let result = |memory: &Memory| {
             let mut all = contents(memory);
@@ -63,7 +63,7 @@ fn large(dtype: DataType) -> usize {
     (300 << 10) / dtype.size() + 7
 }
 
-/// What every member has in the end, by whether its memory is shared.
+/// Returns every member's result, with and without shared memory.
 fn reduced(
     world: &Harness,
     dtype: DataType,
@@ -137,7 +137,7 @@ fn hide(memory: &Memory) {
         .map(|(start, end)| (number(start), number(end)))
         .find(|(start, end)| (*start..*end).contains(&address))
         .unwrap();
-    // SAFETY: the mapping that holds the memory begins with two words that nobody writes any more.
+    // SAFETY: the mapping that holds the memory begins with two words that are not written any more.
     unsafe { memory.address().sub(address - start).cast::<[u64; 2]>().write_volatile([0; 2]) }
 }
 
@@ -228,7 +228,7 @@ fn a_member_that_dies_is_an_error_and_takes_nothing_with_it() {
                     assert!(tensors.results() == expected[rank.index()]);
                 }
                 let memory = &tensors.memories[0];
-                // What was told to others is theirs no more, and as good as any other memory here.
+                // Announced memory is not shared any more, and is like any other memory here.
                 fill(memory, 0, &input[0]);
                 std::thread::yield_now();
                 assert!(outcome.is_ok() || contents(memory)[..input[0].len()] == input[0]);

@@ -76,7 +76,7 @@ fn every_path_computes_the_bits_of_the_baseline() {
 }
 
 #[test]
-fn in_place_everybody_gets_the_bits_of_the_baseline() {
+fn in_place_every_member_gets_the_bits_of_the_baseline() {
     for path in Path::ALL.into_iter().filter(|path| path.is_available()) {
         for members in [1, 2, 3, 4, 5] {
             for reduction in reductions(members) {

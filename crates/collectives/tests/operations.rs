@@ -134,7 +134,7 @@ fn bytes_that_sockets_did_not_take_at_once_are_sent_while_all_wait() {
 }
 
 #[test]
-fn broadcast_gives_everybody_the_roots_bytes_from_any_root() {
+fn broadcast_gives_every_member_the_roots_bytes_from_any_root() {
     for size in [1, 2, 3, 4, 5, 8, 11] {
         Harness::new(size).ring(16 << 10).run(|rank, mut communicator| {
             for root in [0, size / 2, size - 1] {

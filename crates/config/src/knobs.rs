@@ -29,7 +29,7 @@ pub struct Knob {
 }
 
 impl Knob {
-    /// The accepted values, with the limits of this knob.
+    /// Returns the accepted values, with the limits of this knob.
     pub fn takes(&self) -> &'static str {
         if self.expected == Duration::EXPECTED { limits(self.key).expected } else { self.expected }
     }
@@ -41,7 +41,7 @@ macro_rules! knobs {
         #[derive(Clone, Debug, PartialEq)]
         pub struct Config {
             $( $(#[doc = $doc])+ pub $key: $type, )+
-            /// Keys of the knobs that somebody set.
+            /// Keys of the knobs that were set.
             pub given: Vec<&'static str>,
         }
 
@@ -123,7 +123,7 @@ impl Limits {
     }
 }
 
-/// The limits of a knob; those of most durations are the last.
+/// Returns the limits of a knob; those of most durations are the last.
 fn limits(key: &str) -> Limits {
     const DAY: Duration = Duration::from_secs(86_400);
     let tenth = Duration::from_millis(100);
@@ -153,13 +153,13 @@ knobs! {
     task: u64 = "0", "TASK", None, false;
     /// Secret of a job that mpirun, srun, torchrun or a similar launcher started. It must be the same in all processes, and the launcher must forward it. At least 16 random characters, for example from `openssl rand -hex 32`. Never printed.
     job_secret: String = "", "JOB_SECRET", None, false;
-    /// Where the ranks of such a job meet: `host:port` of rank 0, which needs a `FARANDOLE_JOB_SECRET`, or a directory that all ranks see, as `/path` or `file:///path`.
+    /// Meeting place of the ranks of such a job: `host:port` of rank 0, which needs a `FARANDOLE_JOB_SECRET`, or a directory that all ranks see, as `/path` or `file:///path`.
     rendezvous: String = "", "RENDEZVOUS", None, false;
     /// Generation of the job for which this process was started; 0 if it is unknown. Set by launchers.
     generation: u64 = "0", "GENERATION", None, false;
     /// Whether workers come and go while the job runs. If so, `init` waits until this worker has a place. Set by launchers.
     elastic: bool = "0", "ELASTIC", None, false;
-    /// How long this process waits for a lost registrar if the job has a journal. Set by launchers.
+    /// Time for which this process waits for a lost registrar if the job has a journal. Set by launchers.
     outage: Duration = "0", "OUTAGE", None, false;
     /// Addresses at which the registrar is reached. Default: all addresses of the driver.
     driver_host: String = "", "DRIVER_HOST", Some("--driver-host"), true;
@@ -171,7 +171,7 @@ knobs! {
     dial_out: bool = "0", "DIAL_OUT", Some("--dial-out"), true;
     /// Time within which all tasks must register.
     start_timeout: Duration = "600", "START_TIMEOUT", Some("--start-timeout"), true;
-    /// How long `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
+    /// Time for which `farandole.spark` waits for all Spark tasks to start. Read by the driver, in seconds.
     spark_start_timeout: Duration = "600", "SPARK_START_TIMEOUT", None, false;
     /// Whether workers start from a fork server that has imported torch: `on`, `off` or `auto`. With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the driver.
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
@@ -249,7 +249,7 @@ knobs! {
     autotune_samples: u64 = "20", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Some("--autotune-bayes-opt-max-samples"), true;
     /// Accepted and not used: the search has no Gaussian process.
     autotune_noise: String = "0.8", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Some("--autotune-gaussian-process-noise"), true;
-    /// How tensors of torch on GPUs are reduced. `auto`: by NCCL if every rank has its own GPU, by CUDA IPC if all ranks share one GPU, otherwise in host memory. `staged`: always in host memory. `copied`: in host memory, and torch makes the copies.
+    /// Way in which tensors of torch on GPUs are reduced. `auto`: by NCCL if every rank has its own GPU, by CUDA IPC if all ranks share one GPU, otherwise in host memory. `staged`: always in host memory. `copied`: in host memory, and torch makes the copies.
     gpu_tensors: String = "auto", "GPU_TENSORS", None, true;
     /// With `gradient_as_bucket_view`, NCCL allocates (`ncclMemAlloc`) and registers the memory of gradients on GPUs, which saves copies if the links between the GPUs allow it. It must be the same on all ranks.
     nccl_memory: bool = "0", "NCCL_MEMORY", None, true;
@@ -271,7 +271,7 @@ impl Config {
     /// This process's configuration.
     ///
     /// # Errors
-    /// As [`Config::read`].
+    /// Like [`Config::read`].
     pub fn from_env() -> Result<Self, Error> {
         Self::read(environment, &BTreeMap::new())
     }

@@ -21,13 +21,14 @@ pub const PREFIX: &str = "FARANDOLE_";
 /// Prefix under which Horovod's scripts know the same knobs.
 pub const HOROVOD_PREFIX: &str = "HOROVOD_";
 
-/// All variables of this process's environment whose names and values are text, for launchers that hand them on.
+/// Returns all variables of this process's environment whose names and values are text, for launchers that hand them
+/// on.
 pub fn variables() -> impl Iterator<Item = (String, String)> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
 }
 
-/// One variable of this process's environment, by its exact name: for names that are not knobs
+/// Returns one variable of this process's environment, by its exact name: for names that are not knobs
 /// (`CONTAINER_ID`, `RANK`). Empty values count as unset.
 #[expect(clippy::disallowed_methods, reason = "the one place that reads the environment")]
 pub fn environment(name: &str) -> Option<String> {

@@ -26,7 +26,7 @@ pub struct PortRange {
     pub last: u16,
 }
 
-/// How long a host is left alone after a failure: at first, and at most.
+/// Time for which a host is not used after a failure: the first time, and the maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cooldown {
     /// After the first failure; each further one doubles it.
@@ -35,16 +35,16 @@ pub struct Cooldown {
     pub most: Duration,
 }
 
-/// Whose gradients collectives have.
+/// The owner of the gradients of collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
-    /// Those of the sum of all ranks' losses.
+    /// Gradients of the sum of all ranks' losses.
     Farandole,
-    /// Those of Horovod 0.28.
+    /// Gradients as in Horovod 0.28.
     Horovod,
 }
 
-/// How grave an event is. Ordered: what is less grave is smaller.
+/// Severity of an event. A less severe level is smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LogLevel {
     /// Every single operation.
@@ -85,7 +85,7 @@ pub trait Value: Sized {
     const EXPECTED: &'static str;
     /// Reads one value; `None` when the text is none.
     fn parse(text: &str) -> Option<Self>;
-    /// The value, if it is a duration: these have limits.
+    /// Returns the value, if it is a duration: these have limits.
     fn duration(&self) -> Option<Duration> {
         None
     }

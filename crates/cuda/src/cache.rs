@@ -54,7 +54,7 @@ impl Cache {
         Ok(code)
     }
 
-    /// The file for this source, architecture and compiler.
+    /// Returns the file for this source, architecture and compiler.
     fn path(&self, source: &str, arch: u32, (major, minor): (i32, i32)) -> PathBuf {
         let digest = Sha256::digest(source.as_bytes());
         let name: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
@@ -80,7 +80,7 @@ impl Cache {
     }
 }
 
-/// The code in a file that is whole.
+/// Returns the code in a file that is whole.
 fn read(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = fs::read(path).ok()?;
     let (digest, code) = bytes.split_at_checked(DIGEST)?;

@@ -96,7 +96,7 @@ impl Open {
         drop(self.context.call("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }));
     }
 
-    /// An event after what is on a stream now.
+    /// Returns an event after the present work of a stream.
     fn mark(self: &Arc<Self>, stream: Stream, keep: Vec<Buffer>) -> Result<Reached> {
         let kept = self.marks.lock().pop();
         let mark = kept.map_or_else(|| self.context.mark(), Ok)?;
@@ -137,7 +137,7 @@ impl Drop for Open {
 }
 
 impl Gpu {
-    /// The GPU of this number among those that the process sees; nothing is asked of it yet.
+    /// Returns the GPU of this number among those that the process sees; nothing is asked of it yet.
     pub fn new(driver: Driver, ordinal: u32) -> Self {
         Self { ordinal, driver, opened: Mutex::new(None) }
     }
@@ -151,7 +151,7 @@ impl Gpu {
         Ok(Arc::clone(opened.insert(open)))
     }
 
-    /// An event after everything the framework has put on this stream so far.
+    /// Returns an event after everything the framework has put on this stream so far.
     ///
     /// # Errors
     /// `Driver`; `Captured` when that is noted down for a graph.
@@ -170,7 +170,7 @@ impl Gpu {
         &self.driver
     }
 
-    /// A stream for a communicator of its own.
+    /// Returns a stream for a communicator of its own.
     ///
     /// # Errors
     /// `Driver`.
@@ -178,7 +178,7 @@ impl Gpu {
         GpuLane::new(self.open()?)
     }
 
-    /// The context, for kernels.
+    /// Returns the context, for kernels.
     ///
     /// # Errors
     /// `Driver`.
@@ -209,8 +209,8 @@ impl Gpu {
         let copied = open.context.call(name, |table| {
             for (from, to) in pairs.iter().filter(|(from, _)| !from.is_empty()) {
                 let (source, target, bytes) = (from.address(), to.address(), from.len());
-                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below is
-                // reached, which keeps what the buffers own; so does whoever waits for it.
+                // SAFETY: both ranges have `bytes` bytes by the promise of `Buffer::from_raw`, until the event below
+                // is reached, which keeps what the buffers own; so does each waiter of the event.
                 let status = unsafe {
                     match down {
                         true => {
@@ -228,7 +228,7 @@ impl Gpu {
             0
         });
         let keep = pairs.iter().flat_map(|(from, to)| [from.clone(), to.clone()]).collect();
-        // Also after a failure: what was queued before it continues.
+        // Also after a failure: work that was queued before it continues.
         let event = open.mark(stream, keep);
         copied.and(event).map_err(|error| self.failed(&error))
     }
@@ -312,7 +312,7 @@ impl Drop for Reached {
         let mark = self.mark;
         if !*self.done.get_mut() && !self.keep.is_empty() {
             if self.held.get_mut().is_some() {
-                // Staging memory must not be used again before; nobody waits for that.
+                // Staging memory must not be used again before, and no thread waits for that.
                 self.open.limbo.lock().push((mark, std::mem::take(&mut self.keep)));
                 return;
             }

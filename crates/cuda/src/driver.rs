@@ -21,7 +21,7 @@ pub type Function = *mut c_void;
 /// Memory in the order of streams.
 pub type MemoryPool = *mut c_void;
 
-/// `CUmemPoolProps`: what is not named is 0, which asks for nothing.
+/// `CUmemPoolProps`: fields without a name here are 0, which is the default.
 #[derive(Debug)]
 #[repr(C)]
 pub struct PoolSettings {
@@ -42,8 +42,8 @@ const MINOR: i32 = 76;
 /// Memory in the order of streams.
 const POOLS: i32 = 115;
 pub(crate) const NOT_SUPPORTED: i32 = 801;
-/// What a pool keeps of memory that was given back, in bytes, when somebody waits for a stream: other pools, the
-/// framework's too, cannot have it.
+/// Bytes of freed memory that a pool keeps when a stream is awaited: other pools, such as the framework's, cannot use
+/// that memory.
 const KEPT: u64 = 256 << 20;
 const KEEPS: i32 = 4;
 /// A stream that does not wait for the default one.
@@ -160,12 +160,12 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The functions.
+    /// Returns the functions.
     pub(crate) fn table(&self) -> &Table {
         &self.table
     }
 
-    /// The newest version of CUDA it serves, such as 13020.
+    /// Returns the newest version of CUDA it serves, such as 13020.
     ///
     /// # Errors
     /// `Driver`.
@@ -192,7 +192,7 @@ impl Driver {
         }
     }
 
-    /// The driver's own number of a device.
+    /// Returns the driver's own number of a device.
     ///
     /// # Errors
     /// `Driver` when there is no such device.
@@ -204,7 +204,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// The properties of a device. No context is made for it.
+    /// Returns the properties of a device. No context is made for it.
     ///
     /// # Errors
     /// `Driver` when there is no such device.
@@ -231,7 +231,7 @@ impl Driver {
         Ok(Facts { name, uuid, arch, bytes: bytes as u64 })
     }
 
-    /// Whether memory of a device can be taken and given back in the order of streams.
+    /// Returns whether memory of a device can be taken and given back in the order of streams.
     pub(crate) fn has_pools(&self, ordinal: u32) -> bool {
         let mut there = 0;
         // SAFETY: the place lives across the call.
@@ -240,14 +240,14 @@ impl Driver {
         asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
     }
 
-    /// Whether memory can be shown to other processes, as far as its functions tell.
+    /// Returns whether memory can be shown to other processes, as far as its functions tell.
     pub(crate) fn has_windows(&self) -> bool {
         let table = &self.table;
         let own = table.window.is_some() && table.window_free.is_some() && table.window_offer.is_some();
         own && table.window_open.is_some() && table.window_close.is_some()
     }
 
-    /// The context that the framework uses, too.
+    /// Returns the context that the framework uses, too.
     ///
     /// # Errors
     /// `Driver`.
@@ -281,7 +281,7 @@ impl Driver {
     }
 }
 
-/// A device's context, shared with whoever else in the process uses the device.
+/// A device's context, shared with all other users of the device in this process.
 pub struct Context {
     driver: Driver,
     ordinal: u32,
@@ -309,18 +309,18 @@ impl Drop for Context {
 }
 
 impl Context {
-    /// The driver.
+    /// Returns the driver.
     pub fn driver(&self) -> &Driver {
         &self.driver
     }
 
-    /// The device's number among those that this process sees.
+    /// Returns the device's number among those that this process sees.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// Calls a function of the driver with this context current, and leaves the thread as it was. Where another thread
-    /// captures a graph, that continues: what is asked for here is no part of it.
+    /// Calls a function of the driver with this context current, and leaves the thread as it was. If another thread
+    /// captures a graph, that continues: calls made here are no part of it.
     ///
     /// # Errors
     /// `Driver` with the function's name.
@@ -347,7 +347,7 @@ impl Context {
         Ok(status)
     }
 
-    /// A stream that does not wait for the default one, of the highest priority.
+    /// Returns a stream that does not wait for the default one, of the highest priority.
     ///
     /// # Errors
     /// `Driver`.
@@ -366,7 +366,7 @@ impl Context {
         Ok(stream)
     }
 
-    /// Whether work on a stream is noted down for a graph, and not done.
+    /// Returns whether work on a stream is noted down for a graph, and not done.
     ///
     /// # Errors
     /// `Driver`.
@@ -377,7 +377,7 @@ impl Context {
         Ok(state != 0)
     }
 
-    /// An event without a time.
+    /// Returns an event without a time.
     ///
     /// # Errors
     /// `Driver`.
@@ -388,7 +388,7 @@ impl Context {
         Ok(mark)
     }
 
-    /// Whether everything before the mark is done.
+    /// Returns whether everything before the mark is done.
     ///
     /// # Errors
     /// `Driver` when the work failed.
@@ -400,7 +400,7 @@ impl Context {
         }
     }
 
-    /// Memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for later work of the stream.
     ///
     /// # Errors
     /// `Driver` when there is none left.
@@ -417,8 +417,8 @@ impl Context {
         Ok(address)
     }
 
-    /// A pool of our own. The default one gives all that it has back to the system whenever somebody waits for a stream,
-    /// and takes it again for the next result, which takes longer than most results.
+    /// Returns a pool of our own. The default pool returns its memory to the system at each wait for a stream, and
+    /// allocates again for the next result, which takes longer than most results.
     fn pool(&self) -> Option<MemoryPool> {
         let table = self.driver.table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;
@@ -439,7 +439,7 @@ impl Context {
         Some(pool)
     }
 
-    /// Gives memory back behind what is on a stream.
+    /// Frees memory after the present work of a stream.
     ///
     /// # Errors
     /// `Driver`.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use farandole_collectives::Communicator;
 
-/// Between two looks at what comes to its end.
+/// Pause between two looks at ending work.
 const LOOK: Duration = Duration::from_micros(50);
 /// The longest that work is waited for which was put on a stream or told to end, and peers that end at the same time. It
 /// takes milliseconds, unless work of the framework that it comes after is not done yet.
@@ -25,7 +25,7 @@ pub(crate) fn wait_for(mut come: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Waits for what was launched, at most so long; what fails meanwhile is told elsewhere.
+/// Waits for launched work, at most so long; failures in the meantime are reported elsewhere.
 pub(crate) fn drain(communicator: &mut dyn Communicator, limit: Duration) {
     let (began, mut over) = (Instant::now(), Vec::new());
     while communicator.pending() > 0 && began.elapsed() < limit {

@@ -19,13 +19,13 @@ pub enum Error {
     NotFound {
         /// Its name.
         library: &'static str,
-        /// Where it was looked for, and what was wrong with each.
+        /// Places that were searched, and the problem of each.
         tried: String,
     },
     /// A library was found that lacks functions.
     #[error("{path} lacks functions: {symbols}")]
     Symbols {
-        /// Where it is.
+        /// Path of the library.
         path: String,
         /// Their names.
         symbols: String,
@@ -33,7 +33,7 @@ pub enum Error {
     /// A library was found that is too old.
     #[error("{path} has version {version}, at least {least} is needed")]
     Version {
-        /// Where it is.
+        /// Path of the library.
         path: String,
         /// The version that it reports.
         version: String,
@@ -43,7 +43,7 @@ pub enum Error {
     /// A function of the driver failed.
     #[error("{function} failed on device {ordinal}: {reason}")]
     Driver {
-        /// Which.
+        /// Name of the function.
         function: &'static str,
         /// The number of the device.
         ordinal: u32,
@@ -62,7 +62,7 @@ pub enum Error {
     /// A function of NCCL failed.
     #[error("{function} failed: {reason}")]
     Nccl {
-        /// Which.
+        /// Name of the function.
         function: &'static str,
         /// The library's words.
         reason: String,
@@ -78,21 +78,21 @@ pub enum Error {
     /// Arguments of a kernel do not fit together.
     #[error("a kernel cannot do this: {reason}")]
     Arguments {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Compiled kernels could not be kept.
     #[error("the cache of kernels failed at {path}: {reason}", path = path.display())]
     Cache {
-        /// Where.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
 impl Error {
-    /// The reactions that are open to the trainer.
+    /// Returns the reactions that are open to the trainer.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Arguments { .. } | Self::Captured { .. } => Fault::Usage,

@@ -3,9 +3,9 @@
 
 //! The search for CUDA's libraries.
 //!
-//! In this order: folders that somebody named, what the process has loaded already (torch loads its own), wheels next
-//! to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA 13 in
-//! `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
+//! In this order: folders named by the user, libraries that the process has loaded already (torch loads its own),
+//! wheels next to this package, and the system's loader. Wheels keep libraries where no loader looks: those of CUDA
+//! 13 in `nvidia/cu13/lib`, those of CUDA 12 in a folder for each, such as `nvidia/cuda_nvrtc/lib`.
 
 use std::path::{Path, PathBuf};
 
@@ -59,7 +59,7 @@ impl Kind {
         }
     }
 
-    /// A function that every version has.
+    /// Returns a function that every version has.
     pub(crate) const fn probe(self) -> &'static std::ffi::CStr {
         match self {
             Self::Driver => c"cuInit",
@@ -70,17 +70,17 @@ impl Kind {
     }
 }
 
-/// Where to look.
+/// Folders to search.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Folders somebody named; they come first.
+    /// Folders named by the user; they come first.
     pub named: Vec<PathBuf>,
     /// Folders of installed packages.
     pub packages: Vec<PathBuf>,
 }
 
 impl Places {
-    /// The folders of a knob, separated by colons, and the packages next to this library.
+    /// Returns the folders of a knob, separated by colons, and the packages next to this library.
     pub fn of(named: &str) -> Self {
         let named = named.split(':').filter(|folder| !folder.is_empty()).map(PathBuf::from).collect();
         // The library this function is in: an extension in a package next to others.
@@ -90,7 +90,7 @@ impl Places {
         Self { named, packages: packages.into_iter().collect() }
     }
 
-    /// Where a library may be, in order. Files need not exist, but for those named by a folder.
+    /// Returns the candidates for a library, in order. Files need not exist, but for those named by a folder.
     fn candidates(&self, kind: Kind) -> Vec<Candidate> {
         let files = || kind.files().iter();
         let mut all = Vec::new();
@@ -111,7 +111,7 @@ impl Places {
     /// Loads the first that can be.
     ///
     /// # Errors
-    /// `NotFound` with what was wrong with those that are there.
+    /// `NotFound` with the problems of the candidates that exist.
     pub fn load(&self, kind: Kind) -> Result<Library> {
         let mut tried = Vec::new();
         for candidate in self.candidates(kind) {

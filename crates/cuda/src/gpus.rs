@@ -28,7 +28,7 @@ pub struct Gpus {
     driver: OnceLock<Result<Driver>>,
     nccl: OnceLock<Result<Nccl>>,
     known: Mutex<BTreeMap<u32, Arc<Gpu>>>,
-    /// Where kernels are kept for ranks that share a GPU; without it they meet in host memory.
+    /// Cache of kernels for ranks that share a GPU; without it they meet in host memory.
     kernels: Option<Cache>,
     /// Mailboxes that were named, for communicators to be formed.
     mailboxes: Mutex<Vec<Region>>,
@@ -62,8 +62,8 @@ impl Gpus {
         Self { registers: true, ..self }
     }
 
-    /// Memory of a GPU that communicators register, for work in the order of this stream; nothing where none is to be, or
-    /// this version of NCCL has none.
+    /// Returns memory of a GPU that communicators register, for work in the order of this stream; nothing where none
+    /// is to be, or this version of NCCL has none.
     ///
     /// # Errors
     /// `Nccl` when there is none left; as [`Gpus::open`].
@@ -76,7 +76,8 @@ impl Gpus {
         self.registers.then(|| self.nccl().ok()).flatten().filter(Nccl::registers)
     }
 
-    /// The GPU of this number among those that the process sees. Wheels of libraries are also looked for in `packages`.
+    /// Returns the GPU of this number among those that the process sees. Wheels of libraries are also looked for in
+    /// `packages`.
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Driver`: also when there is no such GPU.
@@ -116,7 +117,7 @@ impl Gpus {
         Ok(Card { uuid: facts.uuid, version, abilities, neighbours })
     }
 
-    /// As [`Fabric::form`], where all members have the same GPU.
+    /// Like [`Fabric::form`], where all members have the same GPU.
     fn form_by_ipc(
         &self,
         gpu: &Gpu,
@@ -139,7 +140,7 @@ impl Gpus {
         Ok(Box::new(IpcCommunicator::form(site, mailbox, patience)))
     }
 
-    /// Why the members with these cards cannot have a communicator of NCCL, if so.
+    /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if so.
     fn lacking(&self, cards: &[Option<Card>], members: &[Rank], place: usize) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
@@ -235,7 +236,7 @@ fn detour(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
-/// Whether members with these cards have one GPU, and find each other there.
+/// Returns whether members with these cards have one GPU, and find each other there.
 fn share(cards: &[Option<Card>]) -> bool {
     let [Some(first), others @ ..] = cards else { return false };
     let alike = |card: &Option<Card>| {
@@ -252,7 +253,7 @@ struct Card {
     version: i32,
     /// Abilities that count if all members have them: [`ROOMS`], [`REGISTERS`], [`FLOAT8`].
     abilities: u8,
-    /// Equal for processes that can use each other's windows; 0 where it can use nobody's.
+    /// Equal for processes that can use each other's windows; 0 if this one can use no other's.
     neighbours: u64,
 }
 
@@ -290,7 +291,7 @@ impl Card {
     }
 }
 
-/// As `nvidia-smi` writes it.
+/// Like `nvidia-smi` writes it.
 fn spelled(uuid: &[u8; 16]) -> String {
     let digits: Vec<String> = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     let part = |from: usize, to: usize| digits[from..to].concat();

@@ -18,8 +18,8 @@ pub struct Finding {
     pub detail: String,
 }
 
-/// Whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where there is none, or no driver. The
-/// driver is not initialised, so that a process may still fork.
+/// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where there is none, or
+/// no driver. The driver is not initialised, so that a process may still fork.
 pub fn built(places: &Places) -> (bool, i32) {
     if places.load(Kind::Driver).is_err() {
         return (false, 0);

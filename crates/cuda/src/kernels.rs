@@ -38,15 +38,15 @@ const ALIGNMENT: u64 = 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Batch {
-    /// Where tensors are.
+    /// Addresses of the tensors.
     pub address: [u64; TENSORS],
     /// Their elements.
     pub count: [u64; TENSORS],
-    /// Where each lies in the buffer, in 16 bytes.
+    /// Start of each tensor in the buffer, in units of 16 bytes.
     pub start: [u32; TENSORS],
     /// Tiles of this tensor and of those before it.
     pub tiles: [u32; TENSORS],
-    /// How many.
+    /// Their number.
     pub tensors: u32,
 }
 
@@ -58,8 +58,8 @@ impl Batch {
     }
 }
 
-/// The launches for tensors, given as address and number of elements, that lie one after the other in a buffer whose
-/// elements have `size` bytes; and the bytes of that buffer.
+/// Returns the launches for tensors, given as address and number of elements, that lie one after the other in a
+/// buffer whose elements have `size` bytes; and the bytes of that buffer.
 ///
 /// # Errors
 /// `Arguments` for more than a launch can number.
@@ -97,9 +97,9 @@ pub fn plan(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<Batch>, u64)> {
 pub struct Inputs {
     /// Every member's buffer, in member order.
     pub address: [u64; MEMBERS],
-    /// How many.
+    /// Their number.
     pub members: u32,
-    /// How elements combine, by its number.
+    /// Number of the operation that combines elements.
     pub op: u32,
     /// Multiplies inputs.
     pub prescale: f64,
@@ -140,7 +140,7 @@ impl Inputs {
     }
 }
 
-/// A type's name in kernels.
+/// Returns a type's name in kernels.
 fn name_of(dtype: DataType) -> Option<&'static str> {
     Some(match dtype {
         DataType::U8 => "u8",
@@ -162,7 +162,8 @@ fn name_of(dtype: DataType) -> Option<&'static str> {
     })
 }
 
-/// The kernel that moves tensors of a type into a buffer of another, or back; without its `pack_` or `unpack_`.
+/// Returns the kernel that moves tensors of a type into a buffer of another, or back; without its `pack_` or
+/// `unpack_`.
 ///
 /// # Errors
 /// `Arguments` where there is none: types that differ are `float32` and a half, and only floats are multiplied.
@@ -177,7 +178,7 @@ pub fn move_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<Stri
     }
 }
 
-/// The kernel that reduces a type.
+/// Returns the kernel that reduces a type.
 ///
 /// # Errors
 /// `Arguments` where there is none.
@@ -217,7 +218,7 @@ macro_rules! arguments {
 }
 
 impl Kernels {
-    /// Compiles them for the context's device, or takes what was compiled before, and loads them.
+    /// Compiles them for the context's device, or takes them from the cache, and loads them.
     ///
     /// # Errors
     /// `Compile`, `Driver`.
@@ -315,7 +316,7 @@ impl Kernels {
         unsafe { self.launch(&reduce_name(dtype)?, blocks_for(count), stream, &mut arguments) }
     }
 
-    /// Bytes on the device that [`Kernels::adasum`] needs for itself.
+    /// Returns the bytes on the device that [`Kernels::adasum`] needs for itself.
     pub fn adasum_scratch(count: u64) -> u64 {
         u64::from(blocks_for(count)) * 24
     }

@@ -32,7 +32,7 @@ impl Library {
         Self::with(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
     }
 
-    /// The library of this name that the process has loaded already.
+    /// Returns the library of this name that the process has loaded already.
     pub fn loaded(name: &str) -> Option<Self> {
         Self::with(Path::new(name), libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NOLOAD).ok()
     }
@@ -53,12 +53,12 @@ impl Library {
         })
     }
 
-    /// The name by which it was requested.
+    /// Returns the name by which it was requested.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The function of this name.
+    /// Returns the function of this name.
     ///
     /// # Safety
     /// `F` is a pointer to a function of the type that the library's header gives it.
@@ -70,7 +70,7 @@ impl Library {
         Some(unsafe { transmute_copy::<*mut c_void, F>(&address.as_ptr()) })
     }
 
-    /// The file that has this function of the library.
+    /// Returns the file that has this function of the library.
     pub(crate) fn file(&self, function: &CStr) -> Option<String> {
         // SAFETY: the handle is valid for ever and the name ends with a zero.
         let address = NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), function.as_ptr()) })?;
@@ -78,7 +78,7 @@ impl Library {
     }
 }
 
-/// The file that is mapped at an address, as far as the loader knows.
+/// Returns the file that is mapped at an address, as far as the loader knows.
 pub(crate) fn file_of(address: *const c_void) -> Option<String> {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: `found` has room for what is written, and any address may be asked for.
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_in_the_loaders_words() {
+    fn a_missing_library_is_reported_in_the_loaders_words() {
         let error = Library::open(Path::new("libdoes-not-exist.so.1")).unwrap_err();
         assert!(error.contains("libdoes-not-exist.so.1"), "{error}");
         assert!(Library::loaded("libdoes-not-exist.so.1").is_none());

@@ -73,7 +73,7 @@ impl Nvrtc {
         self.version
     }
 
-    /// The file it was loaded from.
+    /// Returns the file it was loaded from.
     pub fn path(&self) -> &str {
         &self.path
     }

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 /// The smallest block; one is a power of two.
 const LEAST: usize = 64 << 10;
-/// Bytes that are kept for later while nobody uses them.
+/// Unused bytes that are kept for later.
 const KEEP: usize = 512 << 20;
 
 /// The operations of a device that the pool needs.
@@ -53,7 +53,7 @@ impl<L: Locks> Pool<L> {
         Some(memory)
     }
 
-    /// Gives memory that nobody uses back to the system until at most `keep` bytes of it are left.
+    /// Returns unused memory to the system until at most `keep` bytes of it are left.
     fn trim(&self, blocks: &mut Vec<Block>, keep: usize) {
         let idle = |block: &Block| block.memory.is_sole();
         let mut bytes: usize =

@@ -64,7 +64,7 @@ impl Tensor {
         all[16 + skew..].as_mut_ptr().expose_provenance() as u64
     }
 
-    /// What is in it; nothing around it was written.
+    /// Returns the bytes; the memory around them is unchanged.
     fn content(&mut self) -> Vec<u8> {
         let (start, end) = (16 + self.skew, 16 + self.skew + self.len);
         let all = self.all();

@@ -58,7 +58,7 @@ fn compiles(compiler: &Nvrtc, known: &[u32], arch: u32) {
 }
 
 #[test]
-fn a_mistake_is_told_in_the_compilers_words() {
+fn a_mistake_is_reported_in_the_compilers_words() {
     let Some(compiler) = compiler() else { return };
     let error = compiler.compile("__global__ void broken() { nonsense; }", 90).unwrap_err();
     assert!(matches!(&error, Error::Compile { arch: 90, log } if log.contains("nonsense")), "{error}");

@@ -53,7 +53,7 @@ impl Element {
         Self::Float64,
     ];
 
-    /// Bytes of one element; `None` when its size varies.
+    /// Returns the bytes of one element; `None` when its size varies.
     pub const fn width(self) -> Option<usize> {
         match self {
             Self::Bool | Self::Int8 | Self::UInt8 => Some(1),
@@ -83,12 +83,12 @@ impl Element {
         }
     }
 
-    /// The fixed-size element of this name.
+    /// Returns the fixed-size element of this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::FIXED.into_iter().find(|element| element.name() == name)
     }
 
-    /// Whether it is a float.
+    /// Returns whether it is a float.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::Float32 | Self::Float64)
     }

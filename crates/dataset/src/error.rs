@@ -27,7 +27,7 @@ pub enum Error {
     /// A manifest that contradicts itself.
     #[error("the manifest contradicts itself: {what}")]
     Inconsistent {
-        /// How.
+        /// Kind of the damage.
         what: String,
     },
     /// No such column.

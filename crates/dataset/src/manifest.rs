@@ -50,7 +50,7 @@ pub struct Column {
     pub shape: Vec<u64>,
     /// The Arrow type it came as.
     pub source: String,
-    /// Nulls that were counted; `None` when nobody counted and there may be some.
+    /// Counted nulls; `None` if they were not counted and there may be some.
     pub nulls: Option<u64>,
     /// Smallest value of a scalar number.
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct Column {
     /// Largest value of a scalar number.
     #[serde(default)]
     pub max: Option<f64>,
-    /// Why no batch can hold it, if none can.
+    /// The reason why no batch can hold it, if none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }
@@ -69,7 +69,7 @@ impl Column {
         self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 
-    /// Bytes of one row, when that is fixed.
+    /// Returns the bytes of one row, when that is fixed.
     pub fn width(&self) -> Option<u64> {
         self.element.width().map(|width| (width as u64).saturating_mul(self.elements()))
     }
@@ -93,17 +93,17 @@ pub struct DataFile {
     pub rows: u64,
     /// Its size.
     pub bytes: u64,
-    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` when nobody computed it.
+    /// xxh3 of its bytes, as 16 hexadecimal digits; `None` if it was not computed.
     #[serde(default)]
     pub checksum: Option<String>,
-    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are. `None`
-    /// when nobody computed it.
+    /// Sum of the hashes of its rows, as 16 hexadecimal digits: the same in whatever order and files the rows are.
+    /// `None` if it was not computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
     /// Its row groups, in order.
     pub groups: Vec<RowGroup>,
-    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none when nobody
-    /// computed them.
+    /// By row group, the low 32 bits of the xxh3 of each leaf column's chunk, dictionary included; none if they were
+    /// not computed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub chunks: Vec<Vec<u32>>,
     /// Columns that are not in the file but have one value in all of its rows, such as those of Hive's directories.
@@ -112,7 +112,7 @@ pub struct DataFile {
 }
 
 impl DataFile {
-    /// A file as its writer or its footer describes it.
+    /// Returns a file as its writer or its footer describes it.
     pub fn new(path: String, bytes: u64, groups: Vec<RowGroup>) -> Self {
         let rows = groups.iter().map(|group| group.rows).sum();
         Self {
@@ -135,8 +135,8 @@ pub struct Manifest {
     pub format: u32,
     /// The source of the data.
     pub fingerprint: String,
-    /// URL of the directory that paths are relative to, when it is not the manifest's own: files that somebody else wrote
-    /// stay where they are.
+    /// URL of the directory to which paths are relative, if it is not the manifest's own: files of other writers stay
+    /// where they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<String>,
     /// Rows of all files.
@@ -157,7 +157,7 @@ impl Manifest {
         Self { format: FORMAT, fingerprint, base: None, rows, bytes, columns, files }
     }
 
-    /// Puts one together for files that nobody prepared: the fingerprint is that of what the footers say.
+    /// Makes the manifest of files that were not prepared: its fingerprint is that of their footers.
     ///
     /// # Errors
     /// None that these types can cause.
@@ -185,7 +185,7 @@ impl Manifest {
         serde_json::to_string(self).map_err(|source| Error::Syntax { source })
     }
 
-    /// The column of this name.
+    /// Returns the column of this name.
     ///
     /// # Errors
     /// There is none; the error lists what there is.

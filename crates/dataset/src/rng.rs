@@ -22,19 +22,19 @@ pub fn fold(state: u64, value: u64) -> u64 {
 }
 
 impl Rng {
-    /// The stream of this seed.
+    /// Returns the stream of this seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     #[inline]
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(GOLDEN);
         mix(self.0)
     }
 
-    /// A number below `bound`, every one equally likely; 0 when `bound` is 0.
+    /// Returns a number below `bound`, every one equally likely; 0 when `bound` is 0.
     #[inline]
     pub fn below(&mut self, bound: u32) -> u32 {
         let bound64 = u64::from(bound);
@@ -49,7 +49,7 @@ impl Rng {
     }
 }
 
-/// A shuffled `0..len`.
+/// Returns a shuffled `0..len`.
 pub fn permutation(seed: u64, len: u32) -> Vec<u32> {
     let mut rng = Rng::new(seed);
     let mut order: Vec<u32> = (0..len).collect();

@@ -3,13 +3,13 @@
 
 //! The numbers of operations and types in the door.
 
-/// Which collective.
+/// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Operation {
     /// Combines element by element; see `Call::reduction` and the factors.
     Allreduce = 0,
-    /// The root's input becomes everybody's output.
+    /// The root's input becomes the output of all ranks.
     Broadcast = 1,
     /// Inputs concatenated along the first dimension.
     Allgather = 2,
@@ -24,7 +24,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The operation with this number.
+    /// Returns the operation with this number.
     pub fn from_number(number: u32) -> Option<Self> {
         const ALL: [Operation; 7] = [
             Operation::Allreduce,
@@ -39,7 +39,7 @@ impl Operation {
     }
 }
 
-/// How a call ended.
+/// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Code {
@@ -60,7 +60,7 @@ pub enum Code {
 }
 
 impl Code {
-    /// The code with this number; a number from a newer table is taken for a bug.
+    /// Returns the code with this number; a number from a newer table is taken for a bug.
     pub fn from_number(number: u32) -> Self {
         match number {
             0 => Self::Good,

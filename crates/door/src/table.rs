@@ -30,7 +30,7 @@ pub struct Call {
     /// Not 0: the names are prefixes that the engine completes by a number of its own, counting submissions of this
     /// session; ranks must then submit in the same order.
     pub numbered: u32,
-    /// Who drives: 0 the engine's own threads; 1 the calling thread, which runs `done` before `submit` returns; 2 the
+    /// The driver: 0 the engine's own threads; 1 the calling thread, which runs `done` before `submit` returns; 2 the
     /// calling thread for a fraction of a millisecond, which runs `done` if that was enough, else the engine's own.
     pub attended: u32,
 }
@@ -57,7 +57,7 @@ pub struct Request {
     pub output_bytes: usize,
     /// All-to-all: rows for each member; null for equal parts.
     pub splits: *const u64,
-    /// How many.
+    /// Their number.
     pub split_count: usize,
 }
 
@@ -73,27 +73,27 @@ pub struct Output {
     pub owner: *mut c_void,
     /// First dimension of each member's part: all-gather and all-to-all.
     pub rows: *const u64,
-    /// How many.
+    /// Their number.
     pub row_count: usize,
     /// Join: the last rank to join.
     pub number: i64,
 }
 
-/// How a submission ended, valid while `done` runs.
+/// The outcome of a submission, valid while `done` runs.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Outcome {
     /// A [`Code`](crate::Code).
     pub code: u32,
-    /// Why, UTF-8, terminated; empty when all went well.
+    /// The reason, UTF-8, terminated; empty after a success.
     pub message: *const c_char,
     /// One for each request, in order; none after a failure.
     pub outputs: *const Output,
-    /// How many.
+    /// Their number.
     pub output_count: usize,
 }
 
-/// Where this process sits in a process set.
+/// The rank of this process in a process set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Place {
@@ -116,7 +116,7 @@ pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const Outco
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Door {
-    /// [`VERSION`] of whoever filled it.
+    /// [`VERSION`] of the library that filled it.
     pub version: u32,
     /// Size of the table that was filled.
     pub bytes: u32,

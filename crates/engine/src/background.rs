@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::progress::{BEAT, Inner};
 use crate::{Cause, Error, Result};
 
-/// How the background thread is reached.
+/// Access to the background thread.
 #[derive(Default)]
 pub(crate) struct Background {
     called: AtomicBool,
@@ -60,7 +60,7 @@ impl Background {
         self.answer()
     }
 
-    /// Whether it was called since the last answer.
+    /// Returns whether it was called since the last answer.
     fn answer(&self) -> bool {
         self.called.swap(false, Ordering::SeqCst)
     }
@@ -71,7 +71,7 @@ pub(crate) fn spawn(inner: Arc<Inner>) -> Result<JoinHandle<()>> {
     let refused = |error: std::io::Error| Error::Start { reason: format!("no background thread: {error}") };
     let body = move || {
         if catch_unwind(AssertUnwindSafe(|| run(&inner))).is_err() {
-            // Nobody would drive what nobody waits for, and who polls would do so for ever.
+            // Operations without a waiter would not be driven, and a caller that polls would poll for ever.
             let mut driver = inner.summon();
             inner.stop(&mut driver, Cause::Panicked);
             inner.leave(driver);
@@ -91,8 +91,8 @@ fn run(inner: &Inner) {
             inner.drive_in_background(false);
             continue;
         }
-        // When nobody drove for a whole beat, peers may wake this process. While a loop of operations runs that is not
-        // so, and no peer pays for waking a thread that has nothing to do.
+        // If no thread drove for a whole beat, peers may wake this process. While a loop of operations runs that is
+        // not so, and no peer pays for waking a thread that has nothing to do.
         let drives = inner.drives.load(Ordering::Relaxed);
         listening = (listening || drives == seen) && inner.drive_in_background(true);
         seen = drives;

@@ -45,14 +45,14 @@ impl Agreed {
         Arc::new(Self::new(Arc::clone(&self.name), self.signature.clone(), self.rows.clone()))
     }
 
-    /// Whether it is an alltoall whose rows are not known.
+    /// Returns whether it is an alltoall whose rows are not known.
     pub(crate) fn is_undealt(&self) -> bool {
         matches!(self.signature.call, Call::Alltoall { .. }) && self.deal.get().is_none()
     }
 
     /// Members have told each other their rows.
     pub(crate) fn deal(&self, deal: Deal) {
-        // Nobody else knows them: they are asked for once.
+        // No other thread knows them: they are asked for once.
         let _known = self.deal.set(deal);
     }
 
@@ -137,7 +137,7 @@ impl Cache {
         self.slots.get(slot as usize)?.entry.as_ref()
     }
 
-    /// Whether the entry is still here.
+    /// Returns whether the entry is still here.
     pub(crate) fn holds(&self, id: CacheId) -> bool {
         self.slots
             .get(id.slot as usize)
@@ -183,7 +183,7 @@ impl Cache {
         }
     }
 
-    /// Everybody who may still mean entries dropped by lists up to `list` has seen those lists.
+    /// All ranks that may still refer to entries dropped by lists up to `list` have seen those lists.
     pub(crate) fn forget_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {

@@ -27,7 +27,7 @@ pub(crate) struct Place<'a> {
     pub(crate) devices: &'a Devices,
 }
 
-/// Splits a request into this rank's part and everybody's.
+/// Splits a request into this rank's part and the part that is equal on all ranks.
 pub(crate) fn check(
     request: Request,
     place: &Place<'_>,
@@ -122,7 +122,8 @@ impl Place<'_> {
         }
     }
 
-    /// Where the tensors are. An output that the engine is to bring is in host memory, unless nobody knows its size yet.
+    /// Returns the memory of the tensors. An output that the engine brings is in host memory, unless its size is
+    /// unknown yet.
     fn site(&self, name: &Arc<str>, kind: &Kind, input: &Buffer, output: Option<&Buffer>) -> Result<Site> {
         let of = |buffer: &Buffer| match buffer.place() {
             Where::Device(ordinal) if !self.devices.knows(ordinal) => {

@@ -48,7 +48,7 @@ pub(crate) struct Desk {
 }
 
 impl Desk {
-    /// Why requests of this set are refused, if they are.
+    /// Returns the reason why requests of this set are refused, if they are.
     pub(crate) fn open(&self, set: usize) -> Result<()> {
         let left = || self.sets.get(&set).and_then(|names| names.left.as_ref());
         match self.stopped.as_ref().or_else(left) {
@@ -57,12 +57,12 @@ impl Desk {
         }
     }
 
-    /// Whether this rank has joined in the set.
+    /// Returns whether this rank has joined in the set.
     pub(crate) fn has_joined(&self, set: usize) -> bool {
         self.sets.get(&set).is_some_and(|names| names.joined.is_some())
     }
 
-    /// Whether a name is taken.
+    /// Returns whether a name is taken.
     pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
         self.sets.get(&set).is_some_and(|names| names.in_flight.contains(name))
     }
@@ -90,7 +90,7 @@ impl Desk {
         }
     }
 
-    /// Whether the result is there.
+    /// Returns whether the result is there.
     pub(crate) fn is_done(&self, handle: Handle) -> Result<bool> {
         match self.handles.get(&handle.0) {
             Some(State::Done(_)) => Ok(true),
@@ -99,7 +99,7 @@ impl Desk {
         }
     }
 
-    /// Whether there is something to wait for.
+    /// Returns whether there is something to wait for.
     pub(crate) fn is_pending(&self, handle: Handle) -> bool {
         matches!(self.is_done(handle), Ok(false))
     }
@@ -115,7 +115,7 @@ impl Desk {
         }
     }
 
-    /// Has a result go to a callback: at once, into `calls`, if it is there. The handle is gone.
+    /// Sends a result to a callback: at once, into `calls`, if it exists already. The handle is gone.
     pub(crate) fn hand_over(&mut self, handle: Handle, callback: Callback, calls: &mut Vec<Call>) {
         match self.handles.remove(&handle.0) {
             Some(State::Done(result)) => calls.push((callback, result)),
@@ -144,7 +144,7 @@ impl Desk {
         }
     }
 
-    /// From now on the set refuses requests, also those of who looked it up before. That is kept for good.
+    /// From now on the set refuses requests, also those of callers that looked it up before. That is kept for good.
     pub(crate) fn leave(&mut self, set: usize, cause: &Arc<Cause>) {
         let names = self.sets.entry(set).or_default();
         names.left.get_or_insert_with(|| Arc::clone(cause));
@@ -177,7 +177,7 @@ impl Desk {
         }
     }
 
-    /// Ends what nobody has any more, of whom the last panicked with it.
+    /// Ends a set whose last user panicked while holding it.
     pub(crate) fn end(&mut self, cause: &Arc<Cause>, calls: &mut Vec<Call>) {
         let open = |(number, state): (&u64, &State)| (!matches!(state, State::Done(_))).then_some(*number);
         let lost: Vec<u64> = self.handles.iter().filter_map(open).collect();

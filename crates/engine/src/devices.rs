@@ -42,7 +42,7 @@ impl Devices {
         self.own.get().copied()
     }
 
-    /// Where memory is that lies in this place.
+    /// Returns the site of memory in this place.
     pub(crate) fn site(&self, place: Place) -> Site {
         match place {
             Place::Host => Site::Host,
@@ -54,7 +54,7 @@ impl Devices {
     /// The device a buffer is on, if it is on one.
     ///
     /// # Errors
-    /// `Device` when nobody knows it.
+    /// `Device` if it is unknown.
     pub(crate) fn of(&self, buffer: &Buffer) -> Result<Option<Arc<dyn Device>>, Error> {
         let Place::Device(ordinal) = buffer.place() else { return Ok(None) };
         let device = self.known.read().iter().find(|device| device.ordinal() == ordinal).cloned();

@@ -43,7 +43,7 @@ pub struct Statistics {
     pub cache_hits: u64,
 }
 
-/// How long shutting down waits for peers to complete what this rank took part in, and to read its farewell.
+/// Time for which shutting down waits for peers to complete what this rank took part in, and to read its farewell.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// The engine of this process. Share it in an `Arc`; every method may be called from any thread.
@@ -102,7 +102,7 @@ impl Engine {
         })
     }
 
-    /// Where this rank sits.
+    /// Returns this rank's place in the world.
     pub fn world(&self) -> &World {
         &self.inner.world
     }
@@ -112,7 +112,7 @@ impl Engine {
         self.devices.add(device);
     }
 
-    /// Whether requests may name memory of the device with this ordinal.
+    /// Returns whether requests may name memory of the device with this ordinal.
     pub fn has_device(&self, ordinal: u32) -> bool {
         self.devices.knows(ordinal)
     }
@@ -125,8 +125,8 @@ impl Engine {
         self.member(set).map(|member| member.ranks)
     }
 
-    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of other
-    /// sets go on meanwhile.
+    /// Takes up a process set that this rank is in; every member does, with a number that is free. Operations of
+    /// other sets continue meanwhile.
     ///
     /// # Errors
     /// `Start` when the parts do not fit together or the number is taken; `Stopped`, `Forked`.
@@ -170,7 +170,7 @@ impl Engine {
     /// Rows that this rank gets when a reducescatter deals out `rows` in a process set.
     ///
     /// # Errors
-    /// As [`Engine::members`].
+    /// Like [`Engine::members`].
     pub fn own_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
         let ranks = &self.member(set)?.ranks;
         let member = ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
@@ -187,11 +187,12 @@ impl Engine {
         Ok(handle)
     }
 
-    /// As [`Engine::submit`], for a caller that calls [`Engine::wait`] next: nobody else is woken for it, and a small
-    /// synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter second.
+    /// Like [`Engine::submit`], for a caller that calls [`Engine::wait`] next: no other thread is woken for it, and a
+    /// small synchronous operation needs no system call. Without that `wait` it may be taken up only after a quarter
+    /// second.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// Like [`Engine::submit`].
     pub fn submit_attended(&self, request: Request) -> Result<Handle> {
         let handle = self.admit(request, None)?;
         self.inner.announce_quietly();
@@ -201,27 +202,27 @@ impl Engine {
     /// Submits requests that become ready together: none is executed before all ranks submitted all of them.
     ///
     /// # Errors
-    /// As [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
+    /// Like [`Engine::submit`], and then none is submitted; `Group` when there is none, or they name several sets.
     pub fn submit_group(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
         let handles = self.admit_group(requests, Vec::new())?;
         self.inner.announce();
         Ok(handles)
     }
 
-    /// As [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
+    /// Like [`Engine::submit_group`], for a caller that waits next; see [`Engine::submit_attended`].
     ///
     /// # Errors
-    /// As [`Engine::submit_group`].
+    /// Like [`Engine::submit_group`].
     pub fn submit_group_attended(&self, requests: Vec<Request>) -> Result<Vec<Handle>> {
         let handles = self.admit_group(requests, Vec::new())?;
         self.inner.announce_quietly();
         Ok(handles)
     }
 
-    /// As [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
+    /// Like [`Engine::submit_group`], with one callback for each request, in order, as in [`Engine::submit_with`].
     ///
     /// # Errors
-    /// As [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
+    /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` when there are fewer or more callbacks.
     pub fn submit_group_with(&self, requests: Vec<Request>, done: Vec<Callback>) -> Result<()> {
         self.check_process()?;
         if done.len() != requests.len() {
@@ -233,7 +234,7 @@ impl Engine {
         Ok(())
     }
 
-    /// With a callback for each request, or with none; nobody is told yet.
+    /// With a callback for each request, or with none; no thread is woken yet.
     fn admit_group(&self, requests: Vec<Request>, callbacks: Vec<Callback>) -> Result<Vec<Handle>> {
         self.check_process()?;
         let members = requests.len();
@@ -269,7 +270,7 @@ impl Engine {
     /// Submits a request whose result goes to `done`, which runs on the completion thread, exactly once.
     ///
     /// # Errors
-    /// As [`Engine::submit`]; `done` is dropped then.
+    /// Like [`Engine::submit`]; `done` is dropped then.
     pub fn submit_with(&self, request: Request, done: Callback) -> Result<()> {
         self.check_process()?;
         self.inner.callbacks.start()?;
@@ -278,7 +279,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether `wait` would return at once. Quick: if nobody drives, the background thread is told to.
+    /// Returns whether `wait` would return at once. Quick: if no thread drives, the background thread is woken.
     ///
     /// # Errors
     /// `UnknownHandle`, `Forked`.
@@ -306,7 +307,7 @@ impl Engine {
         self.inner.wait(handle, deadline)
     }
 
-    /// Why the engine takes no more requests, if so.
+    /// Returns the reason why the engine takes no more requests, if so.
     pub fn stopped(&self) -> Option<Arc<Cause>> {
         self.inner.desk.lock().stopped().cloned()
     }

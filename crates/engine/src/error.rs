@@ -143,7 +143,7 @@ pub enum Error {
         operation: &'static str,
         /// The tensor.
         tensor: Arc<str>,
-        /// Why.
+        /// The reason.
         cause: Arc<farandole_collectives::Error>,
     },
     /// The engine stopped while this operation was in flight.
@@ -153,13 +153,13 @@ pub enum Error {
         operation: &'static str,
         /// The tensor.
         tensor: Arc<str>,
-        /// Why the engine stopped.
+        /// The reason why the engine stopped.
         cause: Arc<Cause>,
     },
     /// The engine had stopped before this call.
     #[error("the engine has stopped: {cause}")]
     Stopped {
-        /// Why.
+        /// The reason.
         cause: Arc<Cause>,
     },
     /// This process was forked from the one that started the engine.
@@ -177,18 +177,18 @@ pub enum Error {
     Timeline {
         /// The file.
         path: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The world, the process sets and the links given at start do not fit together.
     #[error("cannot start the engine: {reason}")]
     Start {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// Why an engine stopped.
+/// The reason why an engine stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Cause {
@@ -225,7 +225,7 @@ pub enum Cause {
         /// Its reason.
         text: String,
     },
-    /// The ranks put a tensor into different groups. Every rank is told the same.
+    /// The ranks put a tensor into different groups. Every rank gets the same error.
     #[error("{text}")]
     Disagreement {
         /// The difference, then the submission of every rank.
@@ -245,7 +245,7 @@ pub enum Cause {
         /// Ranks that did not come, as far as this rank knows; `None` when all came and the transfer was slow.
         missing: Option<Vec<Rank>>,
     },
-    /// A bug: whoever drove has panicked, and said where on stderr.
+    /// A bug: the driving thread has panicked, and its message is on stderr.
     #[error("the engine panicked, and said where on stderr: this is a bug")]
     Panicked,
     /// A peer sent what it may not.
@@ -253,7 +253,7 @@ pub enum Cause {
     Protocol {
         /// The peer.
         rank: Rank,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -303,7 +303,7 @@ impl Error {
 }
 
 impl Cause {
-    /// Whether nothing is wrong: somebody has left.
+    /// Returns whether nothing is wrong: a rank has left.
     pub(crate) fn is_orderly(&self) -> bool {
         matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
     }

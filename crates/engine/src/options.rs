@@ -13,10 +13,10 @@ use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::{Observer, Tune};
 
-/// How the one thread that drives sleeps until a peer or a local thread has something for it.
+/// Sleep of the one driving thread until a peer or a local thread has work for it.
 ///
-/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: whoever
-/// delivers something after `prepare` ends the `park`, also when it comes first.
+/// The order is `prepare`, look once more at everything that could have come, then `park` or `cancel`: anything
+/// delivered after `prepare` ends the `park`, also if it comes first.
 pub trait ProgressHost: Send + Sync {
     /// Announces sleep: from here on a peer that commits to a link, and `unpark`, will wake this process.
     fn prepare(&self);
@@ -30,7 +30,7 @@ pub trait ProgressHost: Send + Sync {
     /// Ends the current `park`, or the next one if `prepare` was called; any thread may call it.
     fn unpark(&self);
 
-    /// Whether every peer is alive.
+    /// Returns whether every peer is alive.
     ///
     /// # Errors
     /// `PeerLost` naming the first that is not.
@@ -51,8 +51,8 @@ pub struct Settings {
     pub group_fusion: bool,
     /// Tensors remembered per process set; 0 turns the cache off.
     pub cache_capacity: usize,
-    /// How long a lost link may be followed by the reason: its peer's farewell, its report of what it stopped for, or the
-    /// word of whoever watches the processes. A peer that closed a link is most often not the one to blame.
+    /// Longest time between a lost link and the reason for it: its peer's farewell, its report of what it stopped
+    /// for, or a report of the process that watches. A peer that closed a link is most often not the one to blame.
     pub hearsay: Duration,
     /// Busy-waiting before a waiting thread sleeps.
     pub spin: Duration,
@@ -114,7 +114,7 @@ pub struct SetOptions {
 
 /// Everything an engine is made of.
 pub struct EngineOptions {
-    /// Where this rank sits.
+    /// This rank's place in the world.
     pub world: World,
     /// Knobs.
     pub settings: Settings,
@@ -122,7 +122,7 @@ pub struct EngineOptions {
     pub host: Arc<dyn ProgressHost>,
     /// Process sets this rank is in; set 0 must be among them.
     pub sets: Vec<SetOptions>,
-    /// Process sets this rank is not in, so that using them is told apart from a wrong number.
+    /// Process sets without this rank, so that the error for them differs from that for a wrong number.
     pub foreign: Vec<ProcessSetId>,
     /// Devices whose memory requests may name; see [`Engine::add_device`](crate::Engine::add_device).
     pub devices: Vec<Arc<dyn Device>>,

@@ -26,11 +26,11 @@ use crate::desk::{Desk, Submission};
 use crate::set::{Finished, ProcessSet};
 use crate::{Cause, Completion, Error, Handle, ProgressHost, Result, Settings, Statistics};
 
-/// How often peers are told that this process lives, and looked at.
+/// Interval at which this process sends signs of life and checks its peers.
 pub(crate) const BEAT: Duration = Duration::from_millis(250);
 /// A waiter that does not get the progress lock tries again after this time at the latest.
 const RETRY: Duration = Duration::from_millis(50);
-/// How long a waiter spins for the progress lock before it sleeps.
+/// Time for which a waiter spins for the progress lock before it sleeps.
 const CONTEND: Duration = Duration::from_micros(20);
 
 /// The state under the progress lock.
@@ -56,14 +56,14 @@ impl Driver {
     }
 }
 
-/// For whom a thread drives.
+/// The waiter for which a thread drives.
 #[derive(Clone, Copy)]
 enum Until {
     /// Itself: until its result is there or its time is over.
     Done(Handle, Instant),
-    /// Everybody: until nothing is in progress or somebody else wants to.
+    /// For all: until nothing is in progress or another thread wants to drive.
     Idle,
-    /// Nobody: sleeping on behalf of peers until anything happens.
+    /// For no local waiter: sleeping on behalf of peers until anything happens.
     Something,
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct Inner {
     /// With `desk`: a result was posted, or the progress lock is free.
     changed: Condvar,
     signals: Signals,
-    /// Grows whenever somebody drove.
+    /// Grows each time a thread drove.
     pub(crate) drives: AtomicU64,
     /// Ranks outnumber cores: give way instead of spinning.
     crowded: bool,
@@ -128,7 +128,7 @@ impl Inner {
         self.see_that_somebody_drives();
     }
 
-    /// If nobody drives, hands in what is on the desk and has the background thread drive.
+    /// If no thread drives, submits the requests on the desk and lets the background thread drive.
     pub(crate) fn see_that_somebody_drives(&self) {
         match self.progress.try_lock() {
             Some(mut driver) => {
@@ -150,7 +150,7 @@ impl Inner {
         }
     }
 
-    /// Waits for a result, driving if nobody else does.
+    /// Waits for a result, and drives if no other thread does.
     pub(crate) fn wait(&self, handle: Handle, deadline: Instant) -> Result<Option<Completion>> {
         self.signals.wants();
         while let Some(mut driver) = self.contend(handle, deadline) {
@@ -197,7 +197,7 @@ impl Inner {
         }
     }
 
-    /// The progress lock, for something short: whoever drives makes way.
+    /// The progress lock, for a short time: the driving thread makes way.
     pub(crate) fn summon(&self) -> MutexGuard<'_, Driver> {
         self.signals.summons();
         let driver = loop {
@@ -235,7 +235,7 @@ impl Inner {
         self.leave(driver);
     }
 
-    /// Gives up the lock; whoever wants it is told, and if nobody does, the background thread is.
+    /// Releases the lock, and wakes a thread that wants it, or else the background thread.
     pub(crate) fn leave(&self, driver: MutexGuard<'_, Driver>) {
         self.unlock(driver);
         self.see_to_it();
@@ -253,14 +253,14 @@ impl Inner {
         }
     }
 
-    /// If something is left to drive and nobody wants to, the background thread shall.
+    /// If work is left and no thread wants to drive, wakes the background thread.
     fn see_to_it(&self) {
         if self.signals.is_left() {
             self.background.call();
         }
     }
 
-    /// The background thread drives until nothing is left or somebody wants to; true if it had the lock.
+    /// Lets the background thread drive until nothing is left or another thread wants to; true if it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
         if self.signals.is_wanted() || self.signals.is_summoned() {
             return false;

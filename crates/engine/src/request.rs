@@ -21,19 +21,19 @@ impl fmt::Display for Handle {
     }
 }
 
-/// Which collective.
+/// A collective.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kind {
     /// `output = postscale * reduce(prescale * input)`.
     Allreduce {
-        /// How elements combine; `Average` divides by the size of the process set.
+        /// The operation that combines elements; `Average` divides by the size of the process set.
         op: ReduceOp,
         /// Multiplies inputs.
         prescale: f64,
         /// Multiplies the result.
         postscale: f64,
     },
-    /// The root's input becomes everybody's output.
+    /// The root's input becomes the output of all ranks.
     Broadcast {
         /// The sender, a rank of the world also inside a process set.
         root: Rank,
@@ -45,10 +45,10 @@ pub enum Kind {
         /// Rows for each member, all rows of the input; `None`: as many for each.
         splits: Option<Vec<u64>>,
     },
-    /// As `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
+    /// Like `Allreduce` by `Average` or `Sum`, but every member gets its own rows only: rows are dealt out evenly in set
     /// order, and what is left over goes to the first members, one row each.
     Reducescatter {
-        /// How elements combine; `Average` divides by the size of the process set.
+        /// The operation that combines elements; `Average` divides by the size of the process set.
         op: ReduceOp,
         /// Multiplies inputs.
         prescale: f64,
@@ -76,12 +76,12 @@ pub enum Change {
     Remove(ProcessSetId),
     /// Sets from the start: how many, and whether there may be others later.
     Begin {
-        /// How many.
+        /// Their number.
         sets: usize,
         /// Whether there may be others later.
         dynamic: bool,
     },
-    /// How a change agreed on before went here: nothing, or the reason why it failed.
+    /// Outcome on this rank of a change that was agreed on before: nothing, or the reason why it failed.
     Outcome(Option<String>),
 }
 
@@ -119,7 +119,7 @@ impl Kind {
 pub struct Request {
     /// Equal on all ranks; unique among the operations this rank has in flight in the set.
     pub name: String,
-    /// Which collective.
+    /// The collective.
     pub kind: Kind,
     /// Element type.
     pub dtype: DataType,
@@ -127,9 +127,9 @@ pub struct Request {
     pub shape: Vec<u64>,
     /// Read only; may be the output too.
     pub input: Buffer,
-    /// Where the result goes. `None`: the engine allocates host memory and hands it over in the [`Completion`].
+    /// Memory of the result. `None`: the engine allocates host memory and hands it over in the [`Completion`].
     pub output: Option<Buffer>,
-    /// Among whom.
+    /// The process set.
     pub process_set: ProcessSetId,
     /// Work on the device that must be done before `input` is read and `output` written.
     pub ready: Option<Arc<dyn Event>>,
@@ -190,7 +190,7 @@ pub struct Completion {
     pub rows: Vec<u64>,
     /// Join: the rank that came last, the same on all ranks.
     pub last: Option<Rank>,
-    /// The result is there once this is reached; `None` when it is there already. Whoever uses it has its stream wait.
+    /// The result is there once this is reached; `None` when it is there already. Its users let their stream wait.
     pub reached: Option<Arc<dyn Event>>,
 }
 

@@ -102,12 +102,12 @@ impl Call {
         }
     }
 
-    /// Whether members bring different numbers of rows: the first dimension of the shape is not agreed on.
+    /// Returns whether members bring different numbers of rows: the first dimension of the shape is not agreed on.
     pub(crate) const fn is_by_rows(&self) -> bool {
         matches!(self, Self::Allgather | Self::Alltoall { .. })
     }
 
-    /// Whether no data moves.
+    /// Returns whether no data moves.
     pub(crate) const fn is_meeting(&self) -> bool {
         matches!(self, Self::Barrier | Self::Change(_) | Self::Join { .. })
     }
@@ -123,7 +123,7 @@ impl Call {
     }
 }
 
-/// Where the tensors of an operation are. Ranks may differ; what they agree on is where all of them are.
+/// The memory that holds the tensors of an operation. Ranks may differ; they agree on the union of all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(crate) enum Site {
@@ -138,7 +138,7 @@ pub(crate) enum Site {
 impl Site {
     const ALL: [Self; 3] = [Self::Host, Self::Mixed, Self::Device];
 
-    /// Where tensors are that are in both.
+    /// Returns the site of tensors of both.
     pub(crate) const fn with(self, other: Self) -> Self {
         match (self, other) {
             (Self::Host, Self::Host) | (Self::Device, Self::Device) => self,
@@ -147,14 +147,15 @@ impl Site {
     }
 }
 
-/// What must be equal on all ranks, but for the site. The first dimension of an allgather or alltoall is not: it counts as 0
-/// here. Row counts of an allgather travel as `rows` beside the signature; members of an alltoall tell each other theirs.
+/// The properties that must be equal on all ranks, except the site. The first dimension of an allgather or alltoall
+/// counts as 0 here, because it may differ. Row counts of an allgather travel as `rows` beside the signature; members
+/// of an alltoall tell each other theirs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) call: Call,
     pub(crate) dtype: DataType,
     pub(crate) shape: Vec<u64>,
-    /// Where input and output are.
+    /// Memory of input and output.
     pub(crate) site: Site,
     /// Names the group's list of names; 0 outside a group.
     pub(crate) group: u64,
@@ -163,7 +164,7 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
-    /// Whether they are equal but for the site.
+    /// Returns whether they are equal but for the site.
     pub(crate) fn matches(&self, other: &Self) -> bool {
         self.call == other.call
             && self.dtype == other.dtype
@@ -171,7 +172,7 @@ impl Signature {
             && (self.group, self.group_size) == (other.group, other.group_size)
     }
 
-    /// Whether what was agreed on is also right with a member that wants `own`.
+    /// Returns whether what was agreed on is also right with a member that wants `own`.
     pub(crate) fn covers(&self, own: &Self) -> bool {
         self.matches(own) && self.site.with(own.site) == self.site
     }

@@ -14,7 +14,7 @@ use crate::tally::spans;
 
 /// Tensors of a rank that are named in a report.
 pub(crate) const NAMED: usize = 6;
-/// How long a process may take to say what its threads do.
+/// Longest time in which a process must report what its threads do.
 pub(crate) const STACK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Hears what happens inside. Called with the progress lock held: it must not block nor call the engine.
@@ -26,7 +26,7 @@ pub trait Observer: Send + Sync {
     fn note(&self, _text: &str) {}
 
     /// Another rank waits for this one and wants to know what its threads do. The text is given to `answer` later,
-    /// from any thread; dropping it says that nobody knows.
+    /// from any thread; dropping it says that the text is unknown.
     fn describe(&self, answer: Answer) {
         drop(answer);
     }
@@ -51,7 +51,7 @@ pub enum Stack {
     Text(String),
 }
 
-/// Where the stacks of this process are awaited.
+/// A pending answer with the stacks of this process.
 #[derive(Debug)]
 pub struct Answer(Arc<Slot>);
 
@@ -90,7 +90,7 @@ pub struct Stall {
     pub tensor: Arc<str>,
     /// The operation on it: `allreduce of gradient.3`, `an addition of process set [0, 1]`.
     pub what: String,
-    /// Whether it moves no data, so that those who submitted it wait for it and do nothing else.
+    /// Whether it moves no data, so that its submitters wait for it and do nothing else.
     pub meeting: bool,
     /// Since the first rank submitted it, as far as the coordinator knows.
     pub waiting: Duration,
@@ -126,7 +126,7 @@ pub struct Absentee {
     pub stack: Stack,
 }
 
-/// Everything that has waited too long in a process set, and what is known about those who are missing.
+/// Everything that has waited too long in a process set, and the known facts about the missing ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StallReport {
     /// The process set.
@@ -139,12 +139,12 @@ pub struct StallReport {
     pub absentees: Vec<Absentee>,
     /// For how long each rank has waited in a barrier, a join or a change of process sets that not all came to, if so.
     pub parted: Option<Duration>,
-    /// How long that may last.
+    /// Longest time for which that may last.
     pub ends: Option<Duration>,
 }
 
 impl StallReport {
-    /// Whether the engine stops because of it.
+    /// Returns whether the engine stops because of it.
     pub fn is_fatal(&self) -> bool {
         self.stalls.iter().any(|stall| stall.fatal)
     }
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_reads_as_horovods_and_goes_on_with_what_the_missing_do() {
+    fn a_report_reads_as_horovods_and_continues_with_what_the_missing_do() {
         let mut stalls: Vec<Stall> = (0..8).map(|k| stall(&format!("t{k}"), &[1], false)).collect();
         stalls[1] = stall("t1", &[3], true);
         let absentee = |rank, waits, stack| Absentee { rank: Rank(rank), host: "h".to_owned(), waits, stack };

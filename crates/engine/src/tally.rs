@@ -34,7 +34,7 @@ pub(crate) enum Wish {
 #[derive(Debug)]
 pub(crate) struct Tally {
     pub(crate) since: Instant,
-    /// When its absentees were last reported upward.
+    /// Time of the last upward report of its absentees.
     pub(crate) reported: Option<Instant>,
     /// Sources that came: 0 is this member, `n + 1` its `n`th child.
     pub(crate) sources: Vec<u32>,
@@ -75,7 +75,7 @@ impl Tally {
         self.wish.as_ref().and_then(Wish::call).map(|call| call.name())
     }
 
-    /// As reports name it, and whether it is a meeting; of the first who came where they differ.
+    /// Its name in reports, and whether it is a meeting; of the first rank's request if ranks differ.
     pub(crate) fn what(&self, name: &str) -> (String, bool) {
         let signature = self.wish.as_ref().and_then(Wish::signature);
         signature.map_or_else(
@@ -87,7 +87,7 @@ impl Tally {
         )
     }
 
-    /// Whether anybody put this tensor into this group.
+    /// Returns whether anybody put this tensor into this group.
     pub(crate) fn is_in(&self, group: u64) -> bool {
         match &self.wish {
             Some(Wish::Known(_, entry, _)) => entry.signature.group == group,
@@ -110,7 +110,7 @@ fn merge(variants: &mut Vec<Variant>, variant: Variant) {
 }
 
 impl Wish {
-    /// The collective, of the first who came where they differ.
+    /// The collective; that of the first rank if ranks differ.
     pub(crate) fn call(&self) -> Option<Call> {
         self.signature().map(|signature| signature.call)
     }
@@ -159,7 +159,7 @@ impl Wish {
 }
 
 impl Variant {
-    /// Everybody below the sender is written as an empty list.
+    /// "All ranks below the sender" is written as an empty list.
     fn encode(&self, subtree: &[u32], writer: &mut Writer<'_>) {
         self.signature.encode(writer);
         let mut order: Vec<usize> = (0..self.members.len()).collect();
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_wish_meeting_another_is_spelled_out_for_those_who_came() {
+    fn a_known_wish_meeting_another_is_spelled_out_for_the_ranks_that_came() {
         let call = Signature { call: Call::Allgather, ..plain(&[0]) };
         let entry = Arc::new(Agreed::new("t".into(), call.clone(), vec![5, 6, 7]));
         let mut tally = Tally::new(Instant::now());

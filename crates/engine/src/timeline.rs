@@ -30,7 +30,7 @@ impl Tracer {
         Self { timeline: Timeline::default(), nvtx: if nvtx { Nvtx::load() } else { None } }
     }
 
-    /// Whether anybody listens.
+    /// Returns whether anybody listens.
     pub(crate) fn is_on(&self) -> bool {
         self.nvtx.is_some() || self.timeline.is_on()
     }
@@ -114,7 +114,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// Whether a timeline is written in this process.
+    /// Returns whether a timeline is written in this process.
     pub fn has_timeline(&self) -> bool {
         self.tracer.timeline.is_on()
     }

@@ -19,7 +19,7 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How autotune goes about it.
+/// Options of autotune.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tune {
     /// Samples at the beginning that do not count.
@@ -57,7 +57,7 @@ pub(crate) struct Tuner {
     options: Tune,
     cached: bool,
     log: Option<File>,
-    /// Those that are left; the one measured now is `at`.
+    /// Candidates that are left; the one measured now is `at`.
     candidates: Vec<Candidate>,
     at: usize,
     warmups: u32,
@@ -107,7 +107,7 @@ impl Tuner {
         self.candidates.get(self.at).map_or(0, |candidate| candidate.threshold)
     }
 
-    /// Whether the search is over.
+    /// Returns whether the search is over.
     pub(crate) fn is_done(&self) -> bool {
         self.candidates.len() <= 1
     }

@@ -15,13 +15,13 @@ use parking_lot::Mutex;
 use crate::message::Failure;
 use crate::names;
 
-/// Where the outcome goes.
+/// The receiver of an outcome.
 pub(crate) struct Receiver {
     done: Done,
     context: *mut c_void,
 }
 
-// SAFETY: the context is the caller's, who expects `done` on another thread (DO-2).
+// SAFETY: the context is the caller's, and the caller expects `done` on another thread (DO-2).
 unsafe impl Send for Receiver {}
 
 impl Receiver {
@@ -36,7 +36,7 @@ impl Receiver {
         match results {
             Ok(completions) => {
                 if completions.iter().any(|completion| completion.last.is_some()) {
-                    // Before anybody hears of it, and submits what comes next.
+                    // Before any caller gets it, and submits the next operation.
                     names::joined();
                 }
                 let outputs: Vec<Output> = completions.iter().map(output).collect();
@@ -96,7 +96,7 @@ struct Gathering {
     failure: Option<Failure>,
 }
 
-/// One callback for each of `count` requests; the last to run tells the receiver.
+/// Returns one callback for each of `count` requests; the last to run tells the receiver.
 pub(crate) fn callbacks(receiver: Receiver, count: usize) -> Vec<Callback> {
     let gathering = Arc::new(Mutex::new(Gathering {
         receiver: Some(receiver),

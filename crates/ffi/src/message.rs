@@ -10,7 +10,7 @@ use farandole::engine::Error;
 use farandole::world::Fault;
 use farandole_door::Code;
 
-/// Why a call failed.
+/// The reason why a call failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: Code,
@@ -22,7 +22,7 @@ impl Failure {
         Self { code: Code::Usage, text: text.into() }
     }
 
-    /// The text without the bytes that would end it early.
+    /// Returns the text without the bytes that would end it early.
     pub(crate) fn terminated(&self) -> CString {
         let bytes: Vec<u8> = self.text.bytes().filter(|byte| *byte != 0).collect();
         CString::new(bytes).unwrap_or_default()

@@ -21,7 +21,7 @@ struct Counts {
     joins: u64,
     /// The next number among all ranks.
     next: u64,
-    /// The next number in sets of some ranks, which nobody joins.
+    /// The next number in sets of some ranks, which have no join.
     among: HashMap<Arc<[Rank]>, u64>,
 }
 
@@ -34,7 +34,7 @@ fn counted<T>(session: &Arc<Session>, look: impl FnOnce(&mut Counts) -> T) -> T 
     look(counts.insert(known))
 }
 
-/// The suffix of a name in a set of this session, with a dot before it.
+/// Returns the suffix of a name in a set of this session, with a dot before it.
 pub(crate) fn next(session: &Arc<Session>, set: ProcessSetId, members: Arc<[Rank]>) -> String {
     counted(session, |counts| {
         let everybody = set == ProcessSetId::GLOBAL;
@@ -59,7 +59,7 @@ pub fn joined() {
     }
 }
 
-/// How often all ranks have joined in this process's session; none before there is one.
+/// Returns the number of times that all ranks have joined in this process's session; 0 before there is one.
 pub fn joins() -> u64 {
     session::current().map_or(0, |session| counted(&session, |counts| counts.joins))
 }

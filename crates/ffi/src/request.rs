@@ -15,7 +15,7 @@ use farandole_door::{Call, Operation};
 use crate::message::Failure;
 use crate::names;
 
-/// The engine's requests.
+/// Returns the engine's requests.
 ///
 /// # Safety
 /// What `requests` point at is valid as `farandole_door::Door::submit` demands.
@@ -38,7 +38,7 @@ pub(crate) unsafe fn all(
 }
 
 /// # Safety
-/// As [`all`].
+/// Like [`all`].
 unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request, Failure> {
     // SAFETY: `name_length` bytes are at `name`.
     let name = unsafe { slice(request.name.cast::<u8>(), request.name_length) };
@@ -71,7 +71,7 @@ unsafe fn one(call: &Call, request: &farandole_door::Request) -> Result<Request,
         });
     }
     let output = (!request.output.is_null()).then(|| {
-        // SAFETY: as for `input`, and nobody else touches the output meanwhile.
+        // SAFETY: as for `input`, and no other code touches the output meanwhile.
         unsafe { Buffer::from_raw(request.output.cast(), request.output_bytes, Place::Host) }
     });
     Ok(Request {

@@ -24,16 +24,16 @@ const BYTES: u32 = size_of::<Door>() as u32;
 
 static DOOR: Door = Door { version: VERSION, bytes: BYTES, submit, place, free: completion::free };
 
-/// How long one attended wait lasts before it is begun again; the engine's own deadlines end it.
+/// Longest attended wait before it begins again; the engine's own deadlines end it.
 const SLICE: Duration = Duration::from_secs(3600);
 
-/// The table of this process, valid until it ends.
+/// Returns the table of this process, valid until it ends.
 pub fn door() -> &'static Door {
     &DOOR
 }
 
 /// # Safety
-/// As `farandole_door::Door::submit` demands.
+/// Like `farandole_door::Door::submit` demands.
 unsafe extern "C" fn submit(
     call: *const Call,
     requests: *const farandole_door::Request,
@@ -113,7 +113,7 @@ fn attend(session: &Arc<Session>, mut requests: Vec<Request>, receiver: Receiver
     Ok(())
 }
 
-/// The first failure, or all completions.
+/// Returns the first failure, or all completions.
 fn merged(
     results: Result<Vec<Completion>, Failure>,
     result: Result<Completion, Failure>,
@@ -124,7 +124,7 @@ fn merged(
 }
 
 /// # Safety
-/// As `farandole_door::Door::place` demands.
+/// Like `farandole_door::Door::place` demands.
 unsafe extern "C" fn place(
     process_set: u32,
     place: *mut Place,

@@ -21,23 +21,23 @@ use crate::gather::Gathered;
 use crate::master::master;
 use crate::worker::{Manner, Remains, Start, TakeLine, Waited, Worker};
 
-/// How long reaching the registrar may take.
+/// Longest time to connect to the registrar.
 const DIAL: Duration = Duration::from_secs(20);
-/// How long the end of a worker may take to be reported.
+/// Longest time to report the end of a worker.
 const REPORT: Duration = Duration::from_secs(30);
 /// The same, when the job is over and the driver may be gone.
 const LATE_REPORT: Duration = Duration::from_secs(1);
-/// The same, when somebody waits for a cancelled agent: its verdict is known already.
+/// The same for a cancelled agent: its verdict is known already.
 const CANCELLED_REPORT: Duration = Duration::from_secs(3);
 /// Times beyond these are taken for these: outside of them, timers always fire, or overflow.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Python's switch for unbuffered output.
 const UNBUFFERED: &str = "PYTHONUNBUFFERED";
-/// Errors by which a worker says that somebody else failed first.
+/// Errors by which a worker says that another one failed first.
 const PEER_ERRORS: [&str; 2] = ["FarandoleInternalError", "HorovodInternalError"];
 
-/// Where a worker's lines go.
+/// The target of a worker's lines.
 #[derive(Clone)]
 pub enum Output {
     /// To the driver, through the registrar.
@@ -49,12 +49,12 @@ pub enum Output {
 /// The task of an agent.
 #[derive(Clone)]
 pub struct Task {
-    /// How to reach the registrar.
+    /// Address and secrets of the registrar.
     pub ticket: Ticket,
     /// The task to register as.
     pub task: TaskId,
-    /// Name of the host to register under; this host's own by default. Tasks under different names are told apart, as
-    /// those of different hosts are.
+    /// Name of the host to register under; this host's own by default. Tasks under different names count as tasks of
+    /// different hosts.
     pub host: Option<String>,
     /// Fencing token: a higher one replaces earlier starts of the task.
     pub attempt: u64,
@@ -70,17 +70,17 @@ pub struct Task {
     pub elastic: bool,
     /// Whether an agent whose worker has ended well waits for the others: one that is lost makes all begin again.
     pub together: bool,
-    /// Where its lines go.
+    /// Target of its lines.
     pub output: Output,
-    /// How long registration and assignment may take.
+    /// Longest time for registration and assignment.
     pub start_timeout: Duration,
-    /// How long the registrar may be silent before the worker is ended.
+    /// Longest time for which the registrar may be silent before the worker is ended.
     pub peer_timeout: Duration,
     /// The same for a registrar with a journal, which may come back; zero without one.
     pub outage: Duration,
 }
 
-/// How a worker ended.
+/// The outcome of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Its rank; `None` when the job ended before there were ranks.
@@ -95,14 +95,14 @@ pub struct Outcome {
     pub result: Option<Vec<u8>>,
     /// Whether something else ended it: the job's abort, or another rank's failure.
     pub aborted: bool,
-    /// Why the job ended, unless all was well.
+    /// The reason why the job ended, unless all was well.
     pub reason: Option<String>,
     /// No worker failed: another agent was lost or started again, and the task may register again.
     pub retry: bool,
 }
 
 impl Outcome {
-    /// Whether the worker did its work.
+    /// Returns whether the worker did its work.
     pub fn is_success(&self) -> bool {
         !self.aborted && self.how.as_ref().is_some_and(How::is_success)
     }
@@ -164,14 +164,14 @@ impl Agent {
         thread::Builder::new()
             .name(format!("farandole-agent-{number}"))
             .spawn(move || {
-                // Whoever no longer waits has cancelled.
+                // A caller that no longer waits has cancelled.
                 drop(sender.send(run.run(cancel)));
             })
             .map_err(|source| Error::System { what: "starting a thread", source })?;
         Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
     }
 
-    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Has an answer once.
+    /// Waits for the end of the worker and of its report; `None` when `timeout` passes first. Holds one answer.
     pub fn wait(&self, timeout: Duration) -> Option<Result<Outcome>> {
         match self.outcome.lock().recv_timeout(timeout) {
             Ok(outcome) => Some(outcome),
@@ -185,12 +185,12 @@ impl Agent {
         self.end(Manner::Terminate, reason);
     }
 
-    /// As [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
+    /// Like [`Agent::cancel`], by SIGINT, with time for a last checkpoint.
     pub fn interrupt(&self, reason: &str) {
         self.end(Manner::Ask, reason);
     }
 
-    /// As [`Agent::cancel`], by SIGKILL.
+    /// Like [`Agent::cancel`], by SIGKILL.
     pub fn kill(&self, reason: &str) {
         self.end(Manner::Kill, reason);
     }
@@ -259,7 +259,7 @@ impl Run {
         }
     }
 
-    /// The outcome of an error before there was a worker.
+    /// Returns the outcome of an error before there was a worker.
     fn not_started(&self, rank: Option<Rank>, error: farandole_registrar::Error) -> Result<Outcome> {
         let task = self.task.task;
         let mut again = false;
@@ -280,8 +280,8 @@ impl Run {
     /// From nothing to a task that the registrar knows.
     fn register(&self, cancel: Cancel, deadline: Instant) -> farandole_registrar::Result<Client> {
         let task = &self.task;
-        // The registrar is up before any task is: whoever cannot reach it soon never will, and says why while somebody
-        // still waits to hear it.
+        // The registrar is up before all tasks: an agent that cannot connect soon never will, and its error must come
+        // while a caller still waits for it.
         let dialed = Instant::now() + DIAL.min(task.start_timeout / 2);
         let client = Client::connect_or_cancel(&task.ticket, task.task, None, dialed, cancel)?;
         let mut facts = host::facts();
@@ -387,7 +387,7 @@ impl Run {
         (start, gathered)
     }
 
-    /// Reports a success and waits until the others have ended, or somebody cancels.
+    /// Reports a success and waits until the others have ended, or until it is cancelled.
     fn exit_together(&self, client: &Client, exit: &Exit) -> farandole_registrar::Result<Option<Verdict>> {
         loop {
             if let Poll::Ready(verdict) = client.exit_together(exit, Instant::now() + REPORT)? {
@@ -412,7 +412,7 @@ impl Run {
         }
     }
 
-    /// How long telling of a worker's end may take.
+    /// Returns the longest time for the report of a worker's end.
     fn time_of(&self, ended_by: Option<&Signal>) -> Duration {
         match ended_by {
             Some(Signal::Stop(_)) => LATE_REPORT,
@@ -421,7 +421,7 @@ impl Run {
         }
     }
 
-    /// Tells the registrar, and learns who failed first.
+    /// Reports to the registrar, and learns which task failed first.
     fn report(&self, client: &Client, place: &Place, remains: Remains, ended_by: Option<Signal>) -> Outcome {
         let Remains { how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(Signal::Stop(_)));
@@ -480,7 +480,7 @@ impl Run {
     }
 }
 
-/// Whether a line of a traceback ends it with a peer's error.
+/// Returns whether a line of a traceback ends it with a peer's error.
 fn is_peer_error(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();

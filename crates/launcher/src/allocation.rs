@@ -19,21 +19,21 @@ use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merged, parse_hostfile};
 use crate::shell::Shell;
 
-/// Where the MPI operator of Kubernetes puts the program.
+/// Folder in which the MPI operator of Kubernetes puts the program.
 const KUBECTL: &str = "/opt/kube/kubectl";
 
 /// Looks up variables of the environment, and reads files: a test replaces both.
 pub trait Surroundings {
-    /// The variable's value, if it is set and not empty.
+    /// Returns the variable's value, if it is set and not empty.
     fn variable(&self, name: &str) -> Option<String>;
 
-    /// The file's text.
+    /// Returns the file's text.
     ///
     /// # Errors
     /// The system's.
     fn file(&self, path: &str) -> std::io::Result<String>;
 
-    /// Whether a program can be started by this name or path.
+    /// Returns whether a program can be started by this name or path.
     fn program(&self, name: &str) -> bool;
 }
 
@@ -69,7 +69,7 @@ pub struct Allocation {
     pub file: Option<PathBuf>,
 }
 
-/// The batch system's job that this process runs in, if it is in one.
+/// Returns the batch system's job that this process runs in, if it is in one.
 ///
 /// # Errors
 /// `Usage` naming the variable or the file that cannot be understood.
@@ -186,7 +186,7 @@ fn kubernetes(here: &dyn Surroundings) -> Result<Option<Allocation>> {
     Ok(Some(Allocation { system: "MPIJob", hosts, shell, file: Some(path.into()) }))
 }
 
-/// The hosts of a file with a host a line.
+/// Returns the hosts of a file with a host a line.
 fn listed(here: &dyn Surroundings, name: &str, path: &str) -> Result<Vec<HostSlots>> {
     parse_hostfile(&format!("{path} ({name})"), &read(here, name, path)?)
 }

@@ -36,7 +36,7 @@ pub(crate) struct Elsewhere {
     pub(crate) open: BTreeSet<u32>,
     /// Its agent has its order.
     pub(crate) ready: bool,
-    /// Since when nobody there is expected to speak.
+    /// The time since which no message is expected from there.
     pub(crate) silent_since: Option<Instant>,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Elsewhere {
 pub(crate) enum News {
     /// A worker ended, or could not be run.
     Ended { task: u32, outcome: Result<Outcome> },
-    /// A connection ended before all of its tasks were told of.
+    /// A connection ended before the ends of all its tasks were reported.
     Gone {
         tasks: BTreeSet<u32>,
         error: Error,
@@ -53,7 +53,7 @@ pub(crate) enum News {
     },
 }
 
-/// Everybody who works for one job. Dropping it ends them.
+/// All agents of one job. Dropping it ends them.
 pub(crate) struct Crew<'a> {
     work: &'a Work,
     ticket: Ticket,
@@ -73,7 +73,7 @@ impl<'a> Crew<'a> {
     /// Starts the agent of a task of this host.
     ///
     /// # Errors
-    /// As [`Agent::start`].
+    /// Like [`Agent::start`].
     pub(crate) fn start_here(&mut self, task: u32, output: Output) -> Result<()> {
         let agent = Agent::start(self.work.here(&self.ticket, task, output, self.elastic))?;
         self.agents.insert(task, agent);
@@ -83,15 +83,15 @@ impl<'a> Crew<'a> {
     /// Starts to connect to another host, for these tasks.
     ///
     /// # Errors
-    /// As [`Remote::start`].
+    /// Like [`Remote::start`].
     pub(crate) fn start_there(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
         self.connect(self.work.there(&self.ticket, host, tasks, self.elastic))
     }
 
-    /// As [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
+    /// Like [`Crew::start_there`], for this host: the agent is a separate process, which continues without this one.
     ///
     /// # Errors
-    /// As [`Remote::start`].
+    /// Like [`Remote::start`].
     pub(crate) fn start_apart(&mut self, host: String, tasks: Vec<u32>) -> Result<()> {
         let tasks = self.work.there(&self.ticket, host, tasks, self.elastic);
         self.connect(RemoteTasks { shell: Shell::here(), lasting: true, ..tasks })
@@ -107,7 +107,7 @@ impl<'a> Crew<'a> {
         Ok(())
     }
 
-    /// The events since the last call.
+    /// Returns the events since the last call.
     pub(crate) fn news(&mut self) -> Vec<News> {
         let mut news = Vec::new();
         self.agents.retain(|task, agent| match agent.wait(Duration::ZERO) {
@@ -139,7 +139,7 @@ impl<'a> Crew<'a> {
         news
     }
 
-    /// The connection that has a task, if its end was not heard of.
+    /// Returns the connection that has a task, if its end was not heard of.
     pub(crate) fn elsewhere(&mut self, task: u32) -> Option<&mut Elsewhere> {
         self.hosts.iter_mut().find(|host| host.open.contains(&task))
     }
@@ -156,12 +156,12 @@ impl<'a> Crew<'a> {
         ended
     }
 
-    /// Whether everybody's end was heard of.
+    /// Returns whether all ends were reported.
     pub(crate) fn is_done(&self) -> bool {
         self.agents.is_empty() && self.hosts.iter().all(|host| host.open.is_empty())
     }
 
-    /// Does to everybody what the caller wants.
+    /// Applies the caller's wish to all agents.
     pub(crate) fn follow(&self, wish: Wish) {
         for host in &self.hosts {
             match wish {

@@ -11,7 +11,7 @@ use farandole_config::{HOROVOD_PREFIX, PREFIX};
 use farandole_registrar::Ticket;
 use farandole_world::{Rank, TaskId, World};
 
-/// Where rank 0 of frameworks with a rendezvous of their own listens.
+/// Address of rank 0 for frameworks with their own rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Master {
     pub(crate) address: IpAddr,
@@ -29,8 +29,8 @@ impl Master {
     }
 }
 
-/// What every worker is told beyond its inherited environment: who it is under Farandole's, Horovod's and torch's
-/// names, and how to reach its job.
+/// Returns the variables that every worker gets beyond its inherited environment: its place under Farandole's,
+/// Horovod's and torch's names, and access to its job.
 pub(crate) fn variables(ticket: &Ticket, world: &World, master: &Master) -> BTreeMap<String, String> {
     let seat = world.seat();
     let Rank(rank) = world.rank;
@@ -69,8 +69,8 @@ pub(crate) fn only_elastic() -> impl Iterator<Item = (String, Option<String>)> {
     names.into_iter().map(|name| (name, None))
 }
 
-/// What a worker of an elastic job is told: how to reach its job, how long to wait for a registrar that is gone, and
-/// nothing of a rank, which it gets by asking. Ranks of the launcher's own environment mean nothing to it.
+/// Returns the variables of a worker of an elastic job: access to its job, the time to wait for a lost registrar, and
+/// no rank, because the worker asks for one. Ranks of the launcher's own environment mean nothing to it.
 pub(crate) fn unranked(ticket: &Ticket, task: TaskId, outage: Duration) -> BTreeMap<String, Option<String>> {
     const PLAIN: [&str; 6] =
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
@@ -89,13 +89,13 @@ pub(crate) fn unranked(ticket: &Ticket, task: TaskId, outage: Duration) -> BTree
     removed.chain(set.map(|(name, value)| (name, Some(value)))).collect()
 }
 
-/// As [`forwarded`], of this process's environment.
+/// Like [`forwarded`], of this process's environment.
 pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
     forwarded(farandole_config::variables())
 }
 
-/// What of an environment workers on other hosts get: all of it, but for functions of the shell, the folder
-/// before this one, the choice of GPUs, which each host makes for itself, and what is secret or another job's.
+/// Returns the variables that workers on other hosts get: all except functions of the shell, the folder before this
+/// one, the choice of GPUs, which each host makes for itself, secrets, and variables of another job.
 fn forwarded(variables: impl IntoIterator<Item = (String, String)>) -> BTreeMap<String, Option<String>> {
     const OURS: [&str; 8] =
         ["JOB", "TASK", "GENERATION", "ELASTIC", "OUTAGE", "JOURNAL", "JOB_SECRET", "SECRET_KEY"];
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_told_its_rank_under_every_name() {
+    fn a_worker_gets_its_rank_under_every_name() {
         let world = World::alone(HostHash("a".into()));
         let registrar = farandole_registrar::Registrar::start(farandole_registrar::Options {
             tasks: 1,

@@ -17,7 +17,7 @@ pub enum Error {
     /// The call cannot be carried out as made.
     #[error("cannot launch: {reason}")]
     Usage {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// There is no registrar for the job.
@@ -53,7 +53,7 @@ pub enum Error {
     /// The launch was cancelled before there was a worker.
     #[error("cancelled: {reason}")]
     Cancelled {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A host cannot be worked with.
@@ -61,7 +61,7 @@ pub enum Error {
     Host {
         /// The host.
         host: String,
-        /// Why, in the words of the program that reaches it where it has any.
+        /// The reason, in the words of the program that connects to the host, if it gave one.
         reason: String,
     },
     /// Several hosts cannot be worked with.
@@ -70,7 +70,7 @@ pub enum Error {
     /// The hosts of an elastic job could not be found at its beginning.
     #[error("{reason}")]
     Discovery {
-        /// Why, naming what was asked.
+        /// The reason, with the name of the request.
         reason: String,
     },
     /// A thread of the launcher ended without an answer.
@@ -82,7 +82,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The first error, or all hosts' in one.
+    /// Returns the first error, or all hosts' in one.
     pub(crate) fn of_hosts(mut errors: Vec<Self>) -> Option<Self> {
         let of_hosts = errors.iter().filter(|error| matches!(error, Self::Host { .. })).count();
         if of_hosts < 2 {
@@ -107,7 +107,7 @@ impl Error {
         text
     }
 
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Usage { .. } => Fault::Usage,

@@ -20,7 +20,7 @@ const ASKED: &str = "GATHER";
 const KIND: &str = "timeline";
 /// Bytes in a piece.
 const PIECE: usize = 128 << 10;
-/// How long sending takes at most where the report of the worker's end has less time: the driver waits for it.
+/// Shortest limit for sending if the report of the worker's end has less time: the driver waits for it.
 const LEAST: Duration = Duration::from_secs(5);
 /// Pieces after which the registrar is waited for: more would push each other out.
 const UNCONFIRMED: usize = 16;
@@ -72,7 +72,7 @@ fn newest(folder: &Path) -> Option<PathBuf> {
 /// Errors of files and of the registrar.
 type Failure = Box<dyn std::error::Error>;
 
-/// Sends the file of a rank; what came before it and is in a file of its own comes first.
+/// Sends the file of a rank; an older file with earlier records comes first.
 fn send(client: &Client, path: &Path, deadline: Instant) -> Result<(), Failure> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD);
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_is_made_for_who_asks_and_removed_with_its_end() {
+    fn a_folder_is_made_on_request_and_removed_with_its_owner() {
         let name = "FARANDOLE_TIMELINE".to_owned();
         for given in [None, Some(None), Some(Some("/x.json".to_owned()))] {
             let mut environment: BTreeMap<_, _> =

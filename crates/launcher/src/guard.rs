@@ -94,7 +94,7 @@ mod tests {
         Candidate { program: "/no/such/shell".into(), arguments: &[] }
     }
 
-    /// A process with a group of its own, and the guard `candidate` makes for it.
+    /// Returns a process with a group of its own, and the guard `candidate` makes for it.
     fn guarded(candidate: Candidate) -> (Child, Guard) {
         let sleeper = Command::new("sleep").arg("600").process_group(0).spawn().unwrap();
         let group = Pid::from_raw(sleeper.id().try_into().unwrap()).unwrap();

@@ -15,13 +15,13 @@ use crate::agent::{Agent, Output, Task};
 use crate::error::{Error, Result};
 use crate::orders::{Ended, GREETING, Hello, Kind, Order, read, write, write_json};
 
-/// How long one look at an agent takes; its end is heard of at once.
+/// Longest look at an agent; its end is noticed at once.
 const SLICE: Duration = Duration::from_secs(60);
 
-/// Serves one launcher: says who this is, takes an order from `input`, runs its workers, and tells `output` how each
-/// ended. The workers are ended when `input` says so. They are also ended when `input` ends, unless the launcher may be
-/// started again: then they end when the registrar says so, or after it has been gone for too long. Returns when all
-/// have ended.
+/// Serves one launcher: sends its identity, takes an order from `input`, runs its workers, and writes each outcome to
+/// `output`. The workers are ended when `input` says so. They are also ended when `input` ends, unless the launcher
+/// may be started again: then they end when the registrar says so, or after it has been gone for too long. Returns
+/// when all have ended.
 ///
 /// # Errors
 /// `System` when the launcher says nothing that can be understood.

@@ -17,7 +17,7 @@ pub struct HostSlots {
 }
 
 impl HostSlots {
-    /// A host with `slots` slots.
+    /// Returns a host with `slots` slots.
     pub fn new(host: impl Into<String>, slots: u32) -> Self {
         Self { host: host.into(), slots }
     }
@@ -105,7 +105,7 @@ pub fn place(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<Placement>> {
     Ok(placements)
 }
 
-/// One host for each name, in the order of first mention.
+/// Returns one host for each name, in the order of first mention.
 pub(crate) fn merged(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
     let mut merged: Vec<HostSlots> = Vec::with_capacity(hosts.len());
     for host in hosts {
@@ -156,7 +156,7 @@ pub(crate) fn host_of(entry: &str) -> Option<(&str, Option<u32>)> {
     is_name(host).then_some((host, slots))
 }
 
-/// Whether it may be a host: what starts with a dash would be an option of the program that reaches it.
+/// Returns whether it may be a host: what starts with a dash would be an option of the program that reaches it.
 fn is_name(text: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '%');
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)

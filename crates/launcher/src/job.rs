@@ -26,13 +26,14 @@ use crate::near::placements;
 use crate::report::Report;
 use crate::work::Work;
 
-/// How often the caller's wish is looked at.
+/// Interval at which the caller is asked whether to stop.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long other hosts may still take to answer once one has failed before anything ran: all that fail are told.
+/// Longest time in which other hosts must answer after one has failed before the start: the error names all that
+/// fail.
 const OTHERS: Duration = Duration::from_secs(10);
-/// How long a host whose agent fell silent may take to come back with its last words.
+/// Longest time in which a host whose agent fell silent must return with its last messages.
 const SILENT: Duration = Duration::from_secs(2);
-/// How long hosts may take to end their workers once the job is over.
+/// Longest time in which hosts must end their workers once the job is over.
 const ENDING: Duration = Duration::from_secs(20);
 
 /// The program to run, and the hosts.
@@ -50,7 +51,7 @@ pub struct Job {
 type Assigned<'a> = dyn Fn(&World) + 'a;
 
 impl Job {
-    /// A job of this host alone.
+    /// Returns a job of this host alone.
     pub fn here(
         num_proc: u32,
         command: Vec<String>,
@@ -60,10 +61,10 @@ impl Job {
         Self { num_proc, hosts: Vec::new(), work: Work::program(command, environment, config) }
     }
 
-    /// As [`Job::run_told`], and nobody wants to know the ranks.
+    /// Like [`Job::run_told`], without reporting the ranks.
     ///
     /// # Errors
-    /// As [`Job::run_told`].
+    /// Like [`Job::run_told`].
     pub fn run(&self, sink: &Arc<dyn Sink>, wish: &dyn Fn() -> Wish) -> Result<Report> {
         self.run_told(sink, wish, &|_| {})
     }
@@ -87,7 +88,7 @@ impl Job {
         let (here, there) = placements(&self.hosts, self.num_proc)?;
         let mut options = Options::from_config(self.num_proc, &self.work.config);
         if there.is_empty() {
-            // Nobody else needs to reach it.
+            // No other process needs to connect to it.
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
@@ -159,7 +160,7 @@ impl<'a> Conduct<'a> {
         self.events(Instant::now());
         let interrupted = self.wish > Wish::GoOn;
         if self.errors.is_empty() && self.outcomes.values().all(Outcome::is_success) {
-            // Hosts that fall silent together leave nobody who could say why the job ended.
+            // If hosts fall silent together, no agent is left to say why the job ended.
             self.errors.append(&mut self.unheard);
         }
         match Error::of_hosts(std::mem::take(&mut self.errors)) {
@@ -231,7 +232,7 @@ impl<'a> Conduct<'a> {
         drop(self.registrar.abort(reason));
     }
 
-    /// Ends a job that cannot begin or continue, and what is left of one that is over.
+    /// Ends a job that cannot begin or continue, and the rest of a job that is over.
     fn give_up(&mut self) {
         let now = Instant::now();
         let passed = |since: Option<Instant>, limit| since.is_some_and(|since| now >= since + limit);

@@ -10,7 +10,7 @@ const MAX_LINE: usize = 64 << 10;
 /// Longest line kept in a tail.
 const MAX_TAIL_LINE: usize = 4 << 10;
 
-/// How a line ended.
+/// The end of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     /// By a line feed, the end of the stream, or its length.
@@ -88,7 +88,7 @@ impl Tail {
         self.lines.push_back(line[..line.floor_char_boundary(MAX_TAIL_LINE)].to_owned());
     }
 
-    /// The lines, oldest first.
+    /// Returns the lines, oldest first.
     pub(crate) fn lines(&self) -> impl Iterator<Item = &str> {
         self.lines.iter().map(String::as_str)
     }

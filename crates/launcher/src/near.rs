@@ -11,7 +11,7 @@ use farandole_registrar::host;
 use crate::error::Result;
 use crate::hosts::{HostSlots, Placement, place};
 
-/// The tasks of this host, and those of every other one. No hosts: all stay here.
+/// Returns the tasks of this host, and those of every other one. No hosts: all stay here.
 ///
 /// # Errors
 /// `Usage` when there are fewer slots than tasks.
@@ -54,7 +54,7 @@ fn is_here(name: &str, hostname: &str, own: &[IpAddr]) -> bool {
     if name.contains('@') {
         return false;
     }
-    // What does not resolve may be an alias in ssh's own configuration.
+    // A name that does not resolve may be an alias in ssh's own configuration.
     let found: Vec<IpAddr> = (name, 0).to_socket_addrs().map_or_else(
         |_| Vec::new(),
         |addresses| addresses.map(|address| address.ip().to_canonical()).collect(),

@@ -76,7 +76,7 @@ pub struct Hello {
 }
 
 impl Hello {
-    /// The identity of this process.
+    /// Returns the identity of this process.
     pub fn new(python: String, executable: String) -> Self {
         let farandole = env!("CARGO_PKG_VERSION").to_owned();
         let host = farandole_registrar::host::facts().hostname;
@@ -100,7 +100,7 @@ pub(crate) struct Order {
     pub(crate) outage_ms: u64,
 }
 
-/// How a task ended, or why it had no worker.
+/// The outcome of a task, or the reason why it had no worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Ended {
     task: u32,
@@ -164,7 +164,7 @@ impl Ended {
         TaskId(self.task)
     }
 
-    /// Its content, for the launcher; an agent that could not run its worker is an error that names `host`.
+    /// Returns its content, for the launcher; an agent that could not run its worker is an error that names `host`.
     pub(crate) fn outcome(self, host: &str, result: Option<Vec<u8>>) -> Result<Outcome> {
         if let Some(reason) = self.refused {
             return Err(Error::Host { host: host.to_owned(), reason });
@@ -197,7 +197,7 @@ pub(crate) fn write(out: &mut (impl Write + ?Sized), kind: Kind, body: &[u8]) ->
     out.flush()
 }
 
-/// As [`write`], of what has a JSON form.
+/// Like [`write`], for values with a JSON form.
 pub(crate) fn write_json(
     out: &mut (impl Write + ?Sized),
     kind: Kind,
@@ -220,7 +220,7 @@ pub(crate) fn read(input: &mut impl Read) -> io::Result<Option<(Kind, Vec<u8>)>>
     let Some(kind) = kind else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no frame of an agent"));
     };
-    // Memory grows with what comes, not with what was announced.
+    // Memory grows with the received bytes, not with the announced size.
     let mut body = Vec::new();
     if input.take(length).read_to_end(&mut body)? as u64 != length {
         return Err(io::ErrorKind::UnexpectedEof.into());

@@ -27,7 +27,7 @@ use crate::worker::{kill_group, pid_of, wait_without_reaping};
 const CHATTER: u64 = 1 << 20;
 /// Lines of the program's stderr that a failure tells.
 const TAIL: usize = 12;
-/// How long the last words on stderr may take once the agent is gone.
+/// Longest time for the last lines on stderr after the agent has ended.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The program to run on another host.
@@ -35,7 +35,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 pub struct RemoteTasks {
     /// The host, as its shell knows it.
     pub host: String,
-    /// How it is reached.
+    /// The program that connects to the host.
     pub shell: Shell,
     /// The Python interpreter there that has the package.
     pub python: String,
@@ -44,7 +44,7 @@ pub struct RemoteTasks {
     /// Version of the launcher's own interpreter, where workers there read what it has pickled: then theirs must be
     /// the same.
     pub same_python: Option<String>,
-    /// How to reach the registrar.
+    /// Address and secrets of the registrar.
     pub ticket: Ticket,
     /// The host's tasks.
     pub tasks: Vec<u32>,
@@ -54,15 +54,15 @@ pub struct RemoteTasks {
     pub command: Vec<String>,
     /// Changes to the environment of that host; `None` removes.
     pub environment: BTreeMap<String, Option<String>>,
-    /// Where workers start, if there is such a folder there.
+    /// Folder in which workers start, if it exists there.
     pub folder: Option<String>,
     /// Bytes that each worker reads from `FARANDOLE_PAYLOAD_FD`, if any.
     pub payload: Option<Arc<Vec<u8>>>,
     /// Whether workers may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
-    /// How long registration and assignment may take.
+    /// Longest time for registration and assignment.
     pub start_timeout: Duration,
-    /// How long the registrar may be silent before the workers are ended.
+    /// Longest time for which the registrar may be silent before the workers are ended.
     pub peer_timeout: Duration,
     /// The same for a registrar with a journal, which may come back; zero without one.
     pub outage: Duration,
@@ -79,17 +79,17 @@ pub enum Notice {
     Ended {
         /// Its task.
         task: TaskId,
-        /// How.
+        /// The outcome.
         outcome: Result<Outcome>,
     },
-    /// The connection has ended with tasks that nobody has told of.
+    /// The connection has ended, and some tasks' ends were not reported.
     Gone {
-        /// Those tasks.
+        /// The tasks.
         tasks: BTreeSet<u32>,
-        /// Why, naming the host.
+        /// The error, with the name of the host.
         error: Error,
     },
-    /// The connection has ended and all was told.
+    /// The connection has ended, and all ends were reported.
     Done,
 }
 
@@ -143,7 +143,7 @@ impl Remote {
         Ok(remote)
     }
 
-    /// The host.
+    /// Returns the host.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -189,8 +189,8 @@ impl Drop for Remote {
     }
 }
 
-/// What the host's shell is asked to run. Secrets and variables come through standard input: a command line is seen
-/// by everybody on both hosts.
+/// Returns the script that the host's shell runs. Secrets and variables come through standard input, because
+/// everybody on both hosts can see a command line.
 fn script(tasks: &RemoteTasks) -> String {
     let path = match &tasks.python_path {
         Some(path) => format!("PYTHONPATH={} ", quoted(path)),
@@ -241,7 +241,7 @@ fn converse(
     tell(Notice::Gone { tasks: open, error: Error::Host { host: tasks.host.clone(), reason } });
 }
 
-/// Why no more is heard of an agent.
+/// The reason why an agent sends no more messages.
 enum Said {
     /// It is not one that we may work with.
     Refused(String),
@@ -373,7 +373,7 @@ fn last_words(tail: &mpsc::Receiver<Vec<String>>) -> Vec<String> {
     tail.recv_timeout(LAST_WORDS).unwrap_or_default()
 }
 
-/// Why a connection ended: the program's own last words, or how it ended.
+/// Describes the end of a connection: the program's own last words, or its exit status.
 fn epitaph(status: io::Result<ExitStatus>, words: &[String]) -> String {
     let how = match status {
         Ok(status) => match (status.code(), std::os::unix::process::ExitStatusExt::signal(&status)) {

@@ -7,7 +7,7 @@ use farandole_registrar::How;
 
 use crate::agent::Outcome;
 
-/// How a job ended.
+/// The outcome of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Every worker's end, by task.
@@ -17,12 +17,12 @@ pub struct Report {
 }
 
 impl Report {
-    /// The worker that failed first.
+    /// Returns the worker that failed first.
     pub fn first_failure(&self) -> Option<&Outcome> {
         self.outcomes.iter().find(|outcome| !outcome.aborted && !outcome.is_success())
     }
 
-    /// Why the run ended, unless all was well.
+    /// Returns the reason why the run ended, unless all was well.
     pub fn reason(&self) -> Option<&str> {
         self.first_failure()
             .and_then(|outcome| outcome.reason.as_deref())

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// The placeholder of the host in a shell's words.
 const HOST: &str = "{host}";
-/// How long ssh waits for a connection by default.
+/// Time that ssh waits for a connection by default.
 const CONNECT: Duration = Duration::from_secs(10);
 /// The longest that ssh waits for a connection.
 const LONGEST_CONNECT: Duration = Duration::from_secs(30);
@@ -29,8 +29,8 @@ impl Default for Shell {
 }
 
 impl Shell {
-    /// OpenSSH, or a program with its options. Keys, known hosts, jump hosts and `~/.ssh/config` are its own business;
-    /// it is told not to ask for a password, which nobody would type.
+    /// OpenSSH, or a program with its options. It reads keys, known hosts, jump hosts and `~/.ssh/config` itself; it
+    /// must not ask for a password, because there may be no user to type it.
     ///
     /// # Errors
     /// `Usage` for a command that no shell could read.
@@ -71,10 +71,10 @@ impl Shell {
         Ok(Self { words })
     }
 
-    /// As `--ssh-command` has it: a program whose name is ssh gets ssh's options.
+    /// Like `--ssh-command` has it: a program whose name is ssh gets ssh's options.
     ///
     /// # Errors
-    /// As [`Shell::ssh`].
+    /// Like [`Shell::ssh`].
     pub fn of(command: &str, port: Option<u16>, identity: Option<&Path>, connect: Duration) -> Result<Self> {
         let program = split(command)?.into_iter().next().unwrap_or_default();
         if Path::new(&program).file_name().is_some_and(|name| name == "ssh") {
@@ -124,13 +124,13 @@ impl Shell {
         Self::fixed(&[program, "exec", "-i", HOST, "--", "/bin/sh", "-c"])
     }
 
-    /// The program and its arguments that run `script`, a line of POSIX shell, on `host`.
+    /// Returns the program and its arguments that run `script`, a line of POSIX shell, on `host`.
     pub(crate) fn argv(&self, host: &str, script: &str) -> Vec<String> {
         let words = self.words.iter().map(|word| word.replace(HOST, host));
         words.chain([script.to_owned()]).collect()
     }
 
-    /// The program.
+    /// Returns the program.
     pub(crate) fn program(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
@@ -140,7 +140,7 @@ impl Shell {
     }
 }
 
-/// A word as a POSIX shell reads it back.
+/// Returns a word as a POSIX shell reads it back.
 pub(crate) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ssh_is_told_not_to_ask_and_the_rest_is_its_own() {
+    fn ssh_must_not_ask_and_keeps_its_own_settings() {
         let shell = Shell::of("ssh -F 'my config'", Some(2222), Some(Path::new("/key")), CONNECT).unwrap();
         let words = shell.argv("n1", "true");
         assert_eq!(

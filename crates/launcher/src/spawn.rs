@@ -3,7 +3,7 @@
 
 //! Starts a process that dies with this one.
 //!
-//! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks for everybody.
+//! `PR_SET_PDEATHSIG` fires when the *thread* that forked ends, so one thread that never ends forks for all callers.
 //! Between fork and exec only system calls are made, as a fork of a process with threads demands.
 
 #![expect(unsafe_code, reason = "a hook between fork and exec")]
@@ -33,15 +33,15 @@ static SPAWNER: Mutex<Option<(Pid, mpsc::Sender<Request>)>> = Mutex::new(None);
 /// `inherited` stay open in it under their numbers, and are closed here.
 ///
 /// # Errors
-/// As `Command::spawn`; `ESRCH` when this process ended in the meantime.
+/// Like `Command::spawn`; `ESRCH` when this process ended in the meantime.
 pub(crate) fn spawn(command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
     ask(command, inherited, false)
 }
 
-/// As [`spawn`], of a process that continues when this one ends.
+/// Like [`spawn`], of a process that continues when this one ends.
 ///
 /// # Errors
-/// As `Command::spawn`.
+/// Like `Command::spawn`.
 pub(crate) fn spawn_lasting(command: Command) -> io::Result<Child> {
     ask(command, Vec::new(), true)
 }
@@ -65,7 +65,7 @@ fn spawner() -> io::Result<mpsc::Sender<Request>> {
     thread::Builder::new().name("farandole-spawner".to_owned()).spawn(move || {
         for request in requests {
             let Request { command, inherited, lasting, reply } = request;
-            // A caller that gave up has dropped its end; its child is then reaped by nobody until this process ends.
+            // A caller that gave up has dropped its end; its child is then not reaped until this process ends.
             drop(reply.send(start(command, &inherited, lasting)));
         }
     })?;
@@ -82,7 +82,7 @@ fn start(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> io::Resu
             return Ok(());
         }
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the call above: then nobody will send the signal.
+        // The parent may have ended before the call above: then the signal will not be sent.
         if getppid() != Some(parent) {
             return Err(Errno::SRCH.into());
         }

@@ -28,20 +28,20 @@ pub struct Work {
     pub payload: Option<Arc<Vec<u8>>>,
     /// Whether workers may write a result to `FARANDOLE_RESULT_FD`.
     pub collect_result: bool,
-    /// How other hosts are reached.
+    /// The program that connects to other hosts.
     pub shell: Shell,
     /// The Python interpreter that has the package on other hosts.
     pub python: String,
     /// Version of this process's own interpreter, where workers read what it has pickled: then theirs must be the same.
     pub same_python: Option<String>,
-    /// How long workers continue without the launcher, which may be started again; zero if it may not.
+    /// Time for which workers continue without the launcher, which may be started again; zero if it may not.
     pub outage: Duration,
     /// The configuration of this process.
     pub config: Config,
 }
 
 impl Work {
-    /// A program of this host alone, without payload and result.
+    /// Returns a program of this host alone, without payload and result.
     pub fn program(
         command: Vec<String>,
         environment: BTreeMap<String, Option<String>>,
@@ -69,7 +69,7 @@ impl Work {
         Ok(())
     }
 
-    /// A task of this host.
+    /// Returns a task of this host.
     pub(crate) fn here(&self, ticket: &Ticket, task: u32, output: Output, elastic: bool) -> Task {
         Task {
             ticket: ticket.clone(),

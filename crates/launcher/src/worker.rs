@@ -29,14 +29,14 @@ use crate::spawn::spawn;
 
 /// Lines of stderr kept for the report of a failure.
 const TAIL: usize = 50;
-/// How long a worker may take to end after SIGTERM.
+/// Longest time in which a worker must end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a worker that was asked to end may take before it is told to: time for a last checkpoint.
+/// Time for a last checkpoint: a worker that was asked to end is ended after it.
 const ASKED: Duration = Duration::from_secs(10);
-/// How long the pipes may take to end once every process of the group has, not counting the time for which whoever
-/// takes the lines keeps them waiting.
+/// Longest time for the end of the pipes after every process of the group has ended, not counting the time for which
+/// the receiver of the lines keeps them waiting.
 const DRAIN: Duration = Duration::from_secs(2);
-/// How often it is asked whether the rest of the output is still wanted.
+/// Interval at which the caller is asked whether the rest of the output is still wanted.
 const SLICE: Duration = Duration::from_millis(50);
 
 /// Takes a worker's lines; blocks to slow it down.
@@ -52,7 +52,7 @@ pub(crate) struct Start {
     pub(crate) take_line: TakeLine,
 }
 
-/// How a worker is ended, from gentle to harsh.
+/// A way to end a worker, from gentle to harsh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Manner {
     /// SIGINT, as Ctrl-C: Python raises `KeyboardInterrupt`.
@@ -69,7 +69,7 @@ pub(crate) enum Waited {
     Exited,
     /// Time has passed.
     Passed,
-    /// Somebody asked for a harsher end.
+    /// A harsher end was requested.
     Hurried(Manner),
 }
 
@@ -80,11 +80,12 @@ pub(crate) struct Remains {
     pub(crate) result: Option<Vec<u8>>,
 }
 
-/// What tells the C library to keep the memory that a training step frees for the next step, which needs it again at
-/// once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel clears 100 MB of
-/// gradients again in every step: up to half of the step's time. The last one asks for huge pages, where the kernel gives
-/// them to who asks: fresh memory then costs one fault for 2 MiB and not 512. Set for all workers that do not set them
-/// themselves. What stays unused for longer goes back all the same: `farandole.common.heap` sees to that.
+/// Variables with which the C library keeps the memory that a training step frees for the next step, which needs it
+/// again at once. By default it goes back to the system whenever it lies at the top of the heap, and the kernel
+/// clears 100 MB of gradients again in every step: up to half of the step's time. The last one asks for huge pages,
+/// where the kernel gives them on request: fresh memory then costs one fault for 2 MiB and not 512. Set for all
+/// workers that do not set them themselves. `farandole.common.heap` still returns memory that stays unused for
+/// longer.
 pub const ALLOCATOR: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "33554432"),
     ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
@@ -100,7 +101,7 @@ fn is_set(name: &str) -> bool {
 struct Reader {
     stream: Stream,
     thread: JoinHandle<()>,
-    /// It has lines that nobody has taken yet.
+    /// It has lines that are not taken yet.
     handing_on: Arc<AtomicBool>,
     /// Its other end goes with the thread.
     end: mpsc::Receiver<()>,
@@ -199,7 +200,7 @@ impl Worker {
         if let Some(pipe) = result_from {
             worker.result = Some(named("result", move || {
                 let mut bytes = Vec::new();
-                // What came before a failure is still handed on; its reader judges it.
+                // Output before a failure is still passed on; its reader judges it.
                 drop(File::from(pipe).read_to_end(&mut bytes));
                 bytes
             })?);
@@ -232,7 +233,7 @@ impl Worker {
     }
 
     /// Reaps the ended worker, ends what it left behind, and collects its output: all of it, however slowly it is
-    /// taken, unless `given_up` says that nobody wants the rest.
+    /// taken, unless `given_up` says that the rest is not wanted.
     ///
     /// # Errors
     /// `System` when the process cannot be waited for.
@@ -322,7 +323,7 @@ impl Drop for Worker {
 
 pub(crate) fn kill_group(group: Pid, signal: Signal) {
     if let Err(error) = kill_process_group(group, signal) {
-        // A group whose processes have all ended has nobody to signal.
+        // A group whose processes have all ended has no receiver of signals.
         tracing::debug!(%error, group = group.as_raw_pid(), "no process took the signal");
     }
 }
@@ -344,13 +345,13 @@ pub(crate) fn wait_without_reaping(pid: Pid) {
     loop {
         match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
             Err(rustix::io::Errno::INTR) => {}
-            // Somebody else in this process reaped it: it has ended all the same.
+            // Other code of this process reaped it: it has ended in this case, too.
             Ok(_) | Err(_) => return,
         }
     }
 }
 
-/// A pipe whose ends are above the standard descriptors, which the child sets again.
+/// Returns a pipe whose ends are above the standard descriptors, which the child sets again.
 fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     let system = |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
@@ -377,11 +378,11 @@ fn named<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'stati
         .map_err(|source| Error::System { what: "starting a thread", source })
 }
 
-/// The result of a thread, if it ends in time; otherwise it is left alone.
+/// Returns the result of a thread, if it ends in time; otherwise it is left alone.
 fn join_value<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {
-        // Nobody listens any more when the deadline has passed.
+        // There is no receiver after the deadline.
         drop(sender.send(thread.join()));
     });
     drop(joiner.ok()?);

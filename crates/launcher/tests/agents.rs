@@ -290,13 +290,13 @@ fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
     assert_eq!((outcome.aborted, outcome.reason.as_deref()), (true, Some("changed my mind")));
 }
 
-/// Holds up the worker's reader until somebody takes the line.
+/// Holds up the worker's reader until the line is taken.
 struct Slow(Mutex<mpsc::SyncSender<String>>);
 
 impl Sink for Slow {
     fn accept(&self, record: Record) {
         if let Record::Log(line) = record {
-            // Nobody takes the rest once the test is over.
+            // The rest is not taken once the test is over.
             drop(self.0.lock().send(line.text));
         }
     }
@@ -322,7 +322,7 @@ fn output_is_not_lost_however_late_it_is_taken() {
 }
 
 #[test]
-fn an_agent_that_is_cancelled_does_not_wait_for_whoever_reads_the_output() {
+fn an_agent_that_is_cancelled_does_not_wait_for_the_reader_of_the_output() {
     let registrar = registrar(1);
     let (agent, lines) = with_untaken_output(&registrar);
     lines.recv_timeout(LIMIT).unwrap();

@@ -137,7 +137,7 @@ fn hosts_that_cannot_be_reached_are_all_named_and_no_worker_starts() {
 }
 
 #[test]
-fn an_interpreter_that_is_not_there_is_told_in_the_shells_words() {
+fn a_missing_interpreter_is_reported_in_the_shells_words() {
     let bed = Bed::new();
     let mut job = bed.job("far:1", 1, "true");
     job.work.python = "/no/such/python".to_owned();

@@ -71,7 +71,7 @@ pub fn commit(url: &str, spec: &str, mut summaries: Vec<Summary>) -> Result<Comm
     Ok(Committed { train, val, dropped })
 }
 
-/// The manifest of a directory; `None` when nobody prepared it.
+/// Returns the manifest of a directory; `None` if it was not prepared.
 ///
 /// # Errors
 /// A manifest that cannot be read.

@@ -70,7 +70,7 @@ pub enum Error {
         column: String,
         /// `nulls`, `nulls inside arrays` or `NaN`.
         what: &'static str,
-        /// How many rows have some.
+        /// Number of rows with missing values.
         missing: usize,
         /// Rows of the batch.
         rows: usize,
@@ -87,7 +87,7 @@ pub enum Error {
     Infinite {
         /// The column.
         column: String,
-        /// How many rows have some.
+        /// Number of rows with infinite values.
         infinite: usize,
         /// Rows of the batch.
         rows: usize,
@@ -180,7 +180,7 @@ pub enum Error {
     },
     /// A file is not what its writer left.
     #[error(
-        "{path} has {found} bytes where its writer left {expected}: does somebody else prepare into this directory?"
+        "{path} has {found} bytes where its writer left {expected}: does another process prepare into this directory?"
     )]
     Altered {
         /// The file.
@@ -240,7 +240,7 @@ pub enum Fault {
 }
 
 impl Error {
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Spec { .. }

@@ -32,7 +32,7 @@ const GROUPS: u64 = 8;
 /// A small partition is not cut finer than this.
 const GROUP_ROWS: u64 = 32;
 
-/// How rows become row groups.
+/// Sizes of row groups.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
     pub(crate) store: Store,
@@ -202,7 +202,7 @@ impl Side {
     }
 }
 
-/// Hashes what goes to the store: the whole file, and each column's chunk of every row group.
+/// Hashes the bytes that go to the store: the whole file, and each column's chunk of every row group.
 struct Sink {
     upload: Upload,
     hash: Xxh3,

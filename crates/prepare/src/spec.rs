@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 
-/// How pages are compressed.
+/// Compression of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compression {
@@ -25,15 +25,15 @@ pub enum Compression {
     Zstd,
 }
 
-/// Which rows are for validation.
+/// The choice of validation rows.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Validation {
     /// This part of them, by a hash of their content.
     Fraction(f64),
-    /// Those whose hash is below this: what becomes of a part that is too small for the rows there are.
+    /// Rows whose hash is below this value: a fraction that is too small for the number of rows becomes this.
     Below(u64),
-    /// Those where this column is true or above 0.
+    /// Rows in which this column is true or above 0.
     Column(String),
 }
 
@@ -41,21 +41,21 @@ pub enum Validation {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Spec {
-    /// Where training data goes: relative to the store, or a URL.
+    /// Target of training data: relative to the store, or a URL.
     pub train: String,
-    /// Where validation data goes.
+    /// Target of validation data.
     #[serde(default)]
     pub val: Option<String>,
-    /// Which columns are kept, in this order; all when absent.
+    /// Columns to keep, in this order; all if absent.
     #[serde(default)]
     pub columns: Option<Vec<String>>,
-    /// Those that are labels.
+    /// The label columns.
     #[serde(default)]
     pub labels: Vec<String>,
     /// The one that weighs samples.
     #[serde(default)]
     pub weight: Option<String>,
-    /// Which rows are for validation.
+    /// The choice of validation rows.
     #[serde(default)]
     pub validation: Option<Validation>,
     /// Seed of the split by fraction.
@@ -123,13 +123,13 @@ impl Spec {
         Ok(spec)
     }
 
-    /// The replacement of nulls and NaN of `column`, and whether it was given for this column alone.
+    /// Returns the replacement of nulls and NaN of `column`, and whether it was given for this column alone.
     pub fn fill(&self, column: &str) -> Option<(&str, bool)> {
         let named = self.fill.get(column).map(|text| (text.as_str(), true));
         named.or_else(|| self.fill.get("*").map(|text| (text.as_str(), false)))
     }
 
-    /// The role of `column`.
+    /// Returns the role of `column`.
     pub fn role(&self, column: &str) -> Role {
         if self.weight.as_deref() == Some(column) {
             Role::Weight
@@ -140,7 +140,7 @@ impl Spec {
         }
     }
 
-    /// Whether validation rows are expected.
+    /// Returns whether validation rows are expected.
     pub fn validates(&self) -> bool {
         !matches!(self.validation, None | Some(Validation::Fraction(0.0)))
     }

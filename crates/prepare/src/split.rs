@@ -21,7 +21,7 @@ pub(crate) struct Sides {
     pub(crate) val: BooleanArray,
 }
 
-/// A hash of each row of `columns`, which are converted already.
+/// Returns a hash of each row of `columns`, which are converted already.
 pub(crate) fn hashes(columns: &[ArrayRef], rows: usize, seed: u64) -> Vec<u64> {
     let mut hashes = vec![fold(0, seed); rows];
     for column in columns {

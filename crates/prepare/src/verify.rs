@@ -46,7 +46,7 @@ pub fn verify(store: &Store, manifest: &Manifest) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Whether the files of a finished partition are there, with all their bytes.
+/// Returns whether the files of a finished partition are there, with all their bytes.
 ///
 /// # Errors
 /// A specification that cannot be, and the store's.

@@ -70,7 +70,7 @@ impl PartitionWriter {
         })
     }
 
-    /// Which partition this is.
+    /// Returns the number of the partition.
     pub fn partition(&self) -> u64 {
         self.partition
     }

@@ -18,7 +18,7 @@ use crate::values::{Rows, weave};
 /// Rows to copy.
 pub(crate) struct Copying {
     pub(crate) pieces: Vec<Piece>,
-    /// Of each piece.
+    /// The block of each piece.
     pub(crate) blocks: Vec<Arc<Block>>,
     /// Whether the batch is complete then.
     pub(crate) last: bool,
@@ -28,11 +28,11 @@ pub(crate) struct Copying {
 pub(crate) struct Draft {
     /// Its step.
     pub(crate) number: u64,
-    /// Rows that nobody has copied yet.
+    /// Rows that are not copied yet.
     pub(crate) missing: Vec<Piece>,
     rows: usize,
     valid: usize,
-    /// What has been copied.
+    /// The batch in progress.
     begun: Option<(Batch, Vec<Option<Texts>>)>,
 }
 

@@ -17,14 +17,14 @@ pub(crate) const ALIGN: usize = 64;
 /// Bytes of one weight.
 const WEIGHT: usize = 4;
 
-/// Where one column is within a batch.
+/// The place of one column within a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
     /// First byte, a multiple of 64.
     pub start: usize,
     /// Bytes.
     pub bytes: usize,
-    /// What they are.
+    /// Type of the elements.
     pub element: Element,
 }
 
@@ -73,12 +73,13 @@ impl Batch {
         self.valid
     }
 
-    /// What the columns are.
+    /// Returns the fields of the columns.
     pub fn fields(&self) -> &[Field] {
         &self.fields
     }
 
-    /// Where column number `index` is; the one after the last are the weights, float32: 1, and 0 for padding.
+    /// Returns the place of column number `index`; the one after the last are the weights, float32: 1, and 0 for
+    /// padding.
     pub fn held(&self, index: usize) -> Option<Held> {
         let before = self.fields.get(..index)?;
         let start = before.iter().map(|field| padded(self.rows * field.width())).sum();

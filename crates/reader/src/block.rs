@@ -48,7 +48,7 @@ pub(crate) struct Block {
     order: Option<Vec<u32>>,
 }
 
-/// What blocks are made with.
+/// The parts that make blocks.
 pub(crate) struct Maker<'a> {
     pub(crate) dataset: &'a Dataset,
     pub(crate) selected: &'a [Selected],
@@ -57,8 +57,8 @@ pub(crate) struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes are fetched one column after the
-    /// other when nobody has fetched them before.
+    /// Decodes a part, or takes it from the cache; shuffles what is narrow. Bytes that were not fetched before are
+    /// fetched one column after the other.
     ///
     /// # Errors
     /// Bytes that cannot be had or decoded.
@@ -125,7 +125,7 @@ impl Maker<'_> {
     }
 }
 
-/// Where columns are in a block of so many rows, which is `shuffled` or stays in file order.
+/// Returns the places of columns in a block of so many rows, which is `shuffled` or stays in file order.
 fn columns(selected: &[Selected], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
     let mut end = 0_usize;
     let place = |column: &Selected| {

@@ -7,10 +7,10 @@
 //! | a byte for every block: 1 when it is there | block 0: column 0, column 1, ... | block 1 ... |
 //! ```
 //!
-//! The file's name says what is in it, so that all who read the same columns of the same data find each other. Whoever
-//! decodes a block first writes it; two who do so at a time write the same bytes. The byte of a block is written after
-//! its columns. The last process to let go of the file deletes it; one that was killed leaves a file that nobody has
-//! locked, which the next one deletes.
+//! The file's name says what is in it, so that all readers of the same columns of the same data find each other. The
+//! first process that decodes a block writes it; two that do so at a time write the same bytes. The byte of a block
+//! is written after its columns. The last process that closes the file deletes it; a killed process leaves an
+//! unlocked file, which the next one deletes.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -25,13 +25,13 @@ use crate::column::Selected;
 use crate::dataset::Dataset;
 use crate::error::{Error, Result};
 
-/// What all such files are called, before a user's number and a key.
+/// Prefix of the names of all such files, before a user's number and a key.
 const PREFIX: &str = "farandole-cache-";
 
-/// Where columns start.
+/// Alignment of columns.
 const PAGE: u64 = 4096;
 
-/// Where a block is.
+/// The place of a block.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     /// Number of its byte.
@@ -88,7 +88,7 @@ impl Cache {
         inside.then(|| (*place, part.rows.start - start))
     }
 
-    /// Whether the rows of a part are there.
+    /// Returns whether the rows of a part are there.
     pub(crate) fn has(&self, part: &Part) -> bool {
         let Some((place, _)) = self.find(part) else { return false };
         let mut flag = [0];
@@ -111,7 +111,7 @@ impl Cache {
         read.map_err(|source| Error::Cache { path: self.path.display().to_string(), source })
     }
 
-    /// Whether a part is all of a block, and there is room.
+    /// Returns the place for a part that is a whole block, if there is room.
     fn takes(&self, part: &Part) -> Option<Place> {
         let (place, before) = self.find(part)?;
         let whole = before == 0 && part.rows.end - part.rows.start == place.rows;
@@ -139,7 +139,7 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // A forked child shares the lock with its parent, who continues.
+        // A forked child shares the lock with its parent, which continues.
         if self.process == std::process::id() && self.file.try_lock().is_ok() {
             drop(std::fs::remove_file(&self.path));
         }

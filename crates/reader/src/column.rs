@@ -38,7 +38,7 @@ impl Field {
         sides.fold(1, usize::saturating_mul)
     }
 
-    /// Whether its values are texts or bytes of any length.
+    /// Returns whether its values are texts or bytes of any length.
     pub fn is_text(&self) -> bool {
         self.element.width().is_none()
     }
@@ -54,7 +54,7 @@ impl Field {
 pub(crate) struct Selected {
     pub(crate) field: Field,
     pub(crate) out: Element,
-    /// What replaces nulls and NaN.
+    /// Replacement of nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
     /// How its rows, the bytes of lists, are padded.

@@ -84,7 +84,7 @@ impl Dataset {
     /// Opens some files below a directory, with the values of columns that are not in them.
     ///
     /// # Errors
-    /// As [`Dataset::open`].
+    /// Like [`Dataset::open`].
     pub fn open_files(url: &str, files: Vec<(String, BTreeMap<String, String>)>) -> Result<Self> {
         let store = Store::open(url)?;
         let mut entries = Vec::with_capacity(files.len());
@@ -119,7 +119,7 @@ impl Dataset {
         })
     }
 
-    /// All Parquet files of a directory that nobody prepared.
+    /// All Parquet files of a directory that was not prepared.
     fn found(store: Store) -> Result<Self> {
         let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
         let mut entries = store.list("")?;
@@ -211,17 +211,17 @@ impl Dataset {
         Ok(())
     }
 
-    /// Where it is.
+    /// Returns its URL.
     pub fn url(&self) -> String {
         self.store.url()
     }
 
-    /// What is in it.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Whether there was a manifest.
+    /// Returns whether there was a manifest.
     pub fn is_prepared(&self) -> bool {
         self.prepared
     }
@@ -231,7 +231,7 @@ impl Dataset {
         self.manifest.columns.iter().map(Field::of).collect()
     }
 
-    /// Where the pages of a leaf of a row group of a file are, looked up once.
+    /// Returns the places of the pages of a leaf of a row group of a file, looked up once.
     pub(crate) fn spots(
         &self,
         (file, group, leaf): (usize, usize, usize),
@@ -341,7 +341,7 @@ fn load_all(store: &Store, entries: &[Entry]) -> Result<Vec<ArrowReaderMetadata>
     })
 }
 
-/// Refuses columns that nobody can name.
+/// Refuses columns whose names cannot be written.
 fn distinct(columns: &[(Column, Option<String>)], file: &str) -> Result<()> {
     let mut seen = HashSet::new();
     match columns.iter().find(|(column, _)| !seen.insert(column.name.as_str())) {

@@ -25,7 +25,7 @@ use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges}
 use crate::schema::{direct, leaf_of, shape_of};
 use crate::texts;
 
-/// How one column of a part comes about.
+/// A way to produce one column of a part.
 enum Way {
     /// The same value in every row: it is in no file.
     Value(String),
@@ -37,7 +37,7 @@ enum Way {
     Library { leaf: usize },
 }
 
-/// What it takes to decode a part: where its columns are, and which bytes they need.
+/// The parts of the decoding of a part: the places of its columns, and the bytes that they need.
 pub(crate) struct Recipe {
     file: String,
     footer: Arc<ArrowReaderMetadata>,
@@ -215,7 +215,7 @@ impl Recipe {
     /// Decodes column number `index`, whose values have no fixed size, as [`Recipe::column`] does others.
     ///
     /// # Errors
-    /// As [`Recipe::column`].
+    /// Like [`Recipe::column`].
     pub(crate) fn texts(
         &self,
         dataset: &Dataset,

@@ -33,13 +33,13 @@ const EARLY_BYTES: u64 = 32 << 20;
 /// Threads that wait for a store over the network. They sleep most of the time; the budget limits what they fetch.
 const FETCHERS: usize = 32;
 
-/// What the names of such threads begin with.
+/// Prefix of the names of such threads.
 const FETCHER: &str = "fd-fetch-";
 
-/// How long the end of an epoch waits for answers of a store.
+/// Longest time for which the end of an epoch waits for answers of a store.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What an epoch is made with.
+/// The settings of an epoch.
 pub(crate) struct Setup {
     pub(crate) dataset: Arc<Dataset>,
     pub(crate) selected: Arc<[Selected]>,
@@ -62,7 +62,7 @@ struct Shared {
     ready: Condvar,
 }
 
-/// What came within the time that the consumer wanted to wait.
+/// The result of a wait for the next batch.
 #[derive(Debug)]
 pub enum Next {
     /// The next batch.
@@ -195,7 +195,7 @@ impl Drop for Epoch {
 }
 
 impl Setup {
-    /// Why an epoch cannot start with this budget: the manifest may say more than is so.
+    /// Explains why an epoch cannot start with this budget: the manifest may say more than is so.
     fn refused(&self, error: Error) -> Error {
         match (error, self.dataset.overstated()) {
             (Error::Budget { budget, .. }, Ok(Some(Overstated { file, group, claimed, found }))) => {
@@ -253,7 +253,7 @@ impl Setup {
     }
 }
 
-/// How the budget is shared out.
+/// The parts of the budget.
 struct Share {
     blocks: u64,
     ahead: u64,
@@ -267,7 +267,7 @@ impl Share {
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
         let open = setup.plan.least_bytes(|part| setup.cost(part).0);
         let blocks = open.saturating_add(largest);
-        // One at the consumer, one for him to take next.
+        // One at the consumer, and the next one.
         let batches = batch.saturating_mul(2);
         let needed = blocks.saturating_add(batches);
         let Some(spare) = budget.checked_sub(needed) else {
@@ -276,8 +276,8 @@ impl Share {
         let batch = batch.saturating_add(padded);
         let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
         let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
-        // What is fetched over a network waits for nobody. Local files are there when they are needed, and memory that has
-        // just been used is faster than what has not.
+        // Requests over a network do not wait for each other. Local files are there when they are needed, and memory
+        // that has just been used is faster than what has not.
         let early =
             if setup.dataset.store().is_remote() { spare } else { (spare / 4).min(open.max(EARLY_BYTES)) };
         Ok(Self { blocks: blocks + early, ahead })

@@ -42,7 +42,7 @@ pub enum Error {
          (farandole.data does it for Delta), or prepare it first"
     )]
     Table {
-        /// What kind.
+        /// Kind of the type.
         kind: &'static str,
         /// The directory.
         url: String,
@@ -66,7 +66,7 @@ pub enum Error {
     Unreadable {
         /// The column.
         column: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
     /// Nothing to read.
@@ -100,7 +100,7 @@ pub enum Error {
     Nulls {
         /// The column.
         column: String,
-        /// How many.
+        /// Their number.
         nulls: usize,
         /// The row group.
         group: usize,
@@ -117,7 +117,7 @@ pub enum Error {
         column: String,
         /// `NaN` or `infinite values`.
         what: &'static str,
-        /// How many.
+        /// Their number.
         count: usize,
         /// The row group.
         group: usize,
@@ -208,9 +208,9 @@ pub enum Error {
         budget: u64,
         /// The needed amount.
         needed: u64,
-        /// Of that, for blocks, and for one that is being loaded.
+        /// Share of blocks, and of one that is being loaded.
         blocks: u64,
-        /// Of that, for batches.
+        /// Share of batches.
         batches: u64,
     },
     /// The budget is too small for what the manifest says of a row group, and its file says something else.
@@ -283,7 +283,7 @@ pub enum Fault {
 }
 
 impl Error {
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::NotADataset { .. }

@@ -8,7 +8,7 @@ use farandole_dataset::Element;
 use crate::column::Selected;
 use crate::pool::typed_mut;
 
-/// Whether `value` is one of an element's; floats take any, to the nearest.
+/// Returns whether `value` is one of an element's; floats take any, to the nearest.
 pub(crate) fn fits(element: Element, value: f64) -> bool {
     let whole = |low: f64, high: f64| value.fract() == 0.0 && (low..high).contains(&value);
     match element {
@@ -52,18 +52,18 @@ pub(crate) fn bytes_of(element: Element, value: f64) -> Vec<u8> {
     }
 }
 
-/// What a null of a column becomes, `width` bytes; zeros while nobody asked for anything.
+/// Returns the replacement of a column's nulls, `width` bytes; zeros if none was requested.
 pub(crate) fn filled(column: &Selected, width: usize) -> Vec<u8> {
     let one = bytes_of(column.field.element, column.fill.unwrap_or_default());
     one.iter().copied().cycle().take(width).collect()
 }
 
-/// What no step of an optimizer comes back from.
+/// Values that ruin a model in one step of the optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Odd {
     /// `NaN` or `infinite values`.
     pub(crate) what: &'static str,
-    /// How many there are.
+    /// Number of such values.
     pub(crate) count: usize,
 }
 

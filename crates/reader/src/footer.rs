@@ -16,7 +16,7 @@ use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
 
-/// What is read at once in the hope that the footer is in it.
+/// Bytes read at once in the hope that the footer is in them.
 const TAIL: u64 = 64 << 10;
 
 /// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its numbers have 31 bits.
@@ -30,7 +30,7 @@ pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderM
     })
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub(crate) fn last_words(panic: &(dyn Any + Send)) -> String {
     let text =
         panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use arrow::buffer::Buffer;
 use farandole_dataset::{Column, DataFile, Element, Role};
 
-/// What stands for null.
+/// Name of null.
 const NULL: &str = "__HIVE_DEFAULT_PARTITION__";
 
-/// Where such columns come from, as their data set says it.
+/// Origin of such columns in messages.
 const SOURCE: &str = "the names of directories";
 
-/// Whether a column is in the names of directories; a file outside of them has nulls in it.
+/// Returns whether a column is in the names of directories; a file outside of them has nulls in it.
 pub(crate) fn is_one(column: &Column) -> bool {
     column.source == SOURCE
 }

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 
-/// Which chunks have been looked at: every one is hashed when it is first read, and not in every epoch.
+/// The chunks that were checked: each one is hashed when it is first read, and not in every epoch.
 #[derive(Debug, Default)]
 pub(crate) struct Intact(Mutex<HashMap<(usize, usize), u64>>);
 

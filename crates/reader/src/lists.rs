@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Lists of numbers that all have one length, read by their leaf: the general list reader builds offsets that nobody
-//! needs, and is two orders of magnitude slower.
+//! Lists of numbers that all have one length, read by their leaf: the general list reader builds offsets that are not
+//! needed, and is two orders of magnitude slower.
 
 use std::sync::Arc;
 

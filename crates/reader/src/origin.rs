@@ -8,7 +8,7 @@ use parquet::errors::ParquetError;
 use crate::error::Error;
 use crate::fill::Odd;
 
-/// Where values come from, for messages.
+/// The origin of values, for messages.
 #[derive(Clone)]
 pub(crate) struct Origin<'a> {
     pub(crate) file: &'a str,

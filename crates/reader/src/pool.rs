@@ -30,12 +30,12 @@ pub(crate) fn typed<T: Value>(bytes: &[u8]) -> &[T] {
     <[T]>::ref_from_prefix(bytes).map_or(&[], |(values, _)| values)
 }
 
-/// As [`typed`], to be written.
+/// Like [`typed`], to be written.
 pub(crate) fn typed_mut<T: Value>(bytes: &mut [u8]) -> &mut [T] {
     <[T]>::mut_from_prefix(bytes).map_or(&mut [], |(values, _)| values)
 }
 
-/// Makes a buffer at least this long, in steps that suit every type; what is in it is nobody's business.
+/// Makes a buffer at least this long, in steps that suit every type. Its content is undefined.
 pub(crate) fn room(buffer: &mut MutableBuffer, bytes: usize) {
     let bytes = bytes.next_multiple_of(64);
     if buffer.len() < bytes {
@@ -92,7 +92,7 @@ const RESERVED: usize = 256 << 20;
 #[derive(Debug, Default)]
 struct Held {
     free: Vec<Memory>,
-    /// Bytes that somebody uses.
+    /// Bytes in use.
     used: usize,
 }
 
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_makes_room_for_what_is_used() {
+    fn kept_memory_makes_room_for_used_memory() {
         let pool = Pool::new(3 << 20);
         drop((pool.take(1 << 20), pool.take(1 << 20)));
         assert_eq!(kept(&pool), 2 << 20);

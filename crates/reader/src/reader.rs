@@ -19,10 +19,10 @@ use crate::padding::Padding;
 use crate::pool::Pool;
 use crate::values::castable;
 
-/// How to read.
+/// Options of reading.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which columns, in this order; every one of numbers that a batch can hold when absent.
+    /// Columns, in this order; all columns of numbers that a batch can hold if absent.
     pub columns: Option<Vec<String>>,
     /// Rows of a batch of this rank.
     pub batch_size: u64,
@@ -38,12 +38,12 @@ pub struct Options {
     pub byte_budget: u64,
     /// Reading threads.
     pub threads: usize,
-    /// What to do with the rows that fill no batch.
+    /// Treatment of the rows that fill no batch.
     pub tail: Tail,
     /// Element types to convert to, by column; `"*"` stands for all other columns of floats.
     pub cast: HashMap<String, String>,
-    /// What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns that have such a value.
-    /// They are errors else.
+    /// Replacements of nulls, and of NaN among floats, by column; `"*"` stands for all other columns with such
+    /// values. They are errors else.
     pub fill: HashMap<String, f64>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub allow_nan: bool,
@@ -128,7 +128,7 @@ impl Reader {
         }
     }
 
-    /// What batches hold.
+    /// Returns the fields of batches.
     pub fn fields(&self) -> Vec<Field> {
         self.selected.iter().map(|column| Field { element: column.out, ..column.field.clone() }).collect()
     }

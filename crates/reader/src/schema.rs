@@ -42,7 +42,7 @@ pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
     })
 }
 
-/// How the pages of a column are stored, when they are of a kind that we decode ourselves.
+/// Returns the storage of a column's pages, if it is of a kind that we decode ourselves.
 pub(crate) fn direct(
     file: &ArrowReaderMetadata,
     kind: &DataType,

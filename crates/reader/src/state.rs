@@ -48,7 +48,7 @@ pub(crate) struct State {
     loading: usize,
     /// Batches that rows are being copied into.
     copying: usize,
-    /// The batch of `next_step`, if somebody has looked at it.
+    /// The batch of `next_step`, if a caller has looked at it.
     pending: Option<Draft>,
     /// Whether rows are being copied into that batch although others are missing.
     begun: bool,
@@ -119,8 +119,8 @@ impl State {
         Some((part, block.saturating_add(besides)))
     }
 
-    /// Whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked against the
-    /// budget at its start.
+    /// Returns whether so many bytes may be loaded now (RE-2). An empty house takes any guest: the plan was checked
+    /// against the budget at its start.
     fn fits(&self, bytes: u64) -> bool {
         self.held == 0 || self.held.saturating_add(bytes) <= self.budget
     }
@@ -157,13 +157,14 @@ impl State {
         }
     }
 
-    /// Whether nothing can be loaded before blocks are let go, and the next batch waits for what has to be loaded.
+    /// Returns whether nothing can be loaded before blocks are released, and the next batch waits for a part.
     fn is_tight(&self) -> bool {
         let stuck = self.loading == 0 && self.copying == 0 && self.pending.is_some();
         stuck && self.head().is_some_and(|(_, bytes)| !self.fits(bytes))
     }
 
-    /// Rows of the next batch whose blocks nobody needs after it: copied now, they make room for the blocks it waits for.
+    /// Rows of the next batch whose blocks are not needed after it: copied now, they make room for the blocks that it
+    /// waits for.
     fn relief(&mut self) -> Option<Job> {
         if !self.is_tight() {
             return None;
@@ -191,8 +192,8 @@ impl State {
         Some(Job::Assemble(Box::new(draft), Copying { pieces, blocks, last: false }))
     }
 
-    /// The next part although the budget is used up: blocks took more than the data set says of them, and nothing else
-    /// would ever be done.
+    /// The next part although the budget is used up: blocks took more than the data set states, and otherwise no
+    /// progress would be possible.
     fn beyond(&mut self) -> Option<Job> {
         let (_, bytes) = self.head()?;
         self.budget = self.budget.max(self.held.saturating_add(bytes));
@@ -229,8 +230,8 @@ impl State {
         self.begun = false;
     }
 
-    /// Rows have been copied. Returns the blocks that nobody needs any more, to be dropped without the lock; and whether
-    /// there is something to do for threads that found nothing.
+    /// Rows have been copied. Returns the blocks that are not needed any more, to be dropped without the lock, and
+    /// whether idle threads have work.
     pub(crate) fn copied(&mut self, pieces: &[Piece]) -> (Vec<Arc<Block>>, bool) {
         self.copying = self.copying.saturating_sub(1);
         let mut done = Vec::new();
@@ -254,12 +255,12 @@ impl State {
         Some(batch)
     }
 
-    /// Whether all batches were taken.
+    /// Returns whether all batches were taken.
     pub(crate) fn finished(&self) -> bool {
         self.next_out >= self.steps
     }
 
-    /// Whether so few batches are ahead of the consumer that a thread should wake up.
+    /// Returns whether so few batches are ahead of the consumer that a thread should wake up.
     pub(crate) fn hungry(&self) -> bool {
         self.next_step < self.steps && self.next_step - self.next_out <= self.ahead / 2
     }

@@ -101,7 +101,7 @@ impl Texts {
         self.arrays.push(array.clone());
     }
 
-    /// Copies what is known so far, and lets go of the arrays that it came from.
+    /// Copies the known rows, and releases the arrays that they came from.
     pub(crate) fn settle(&mut self) {
         let mut known = BinaryViewBuilder::new();
         for place in self.places.iter().flatten() {

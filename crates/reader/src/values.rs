@@ -7,7 +7,7 @@ use farandole_dataset::Element;
 
 use crate::pool::{Value, typed, typed_mut};
 
-/// Whether [`gather`] can turn `from` into `to`.
+/// Returns whether [`gather`] can turn `from` into `to`.
 pub(crate) fn castable(from: Element, to: Element) -> bool {
     from == to
         || (from.width().is_some() && matches!(to, Element::Float32 | Element::Float64 | Element::Int64))
@@ -20,7 +20,7 @@ pub(crate) struct Rows<'a> {
     pub(crate) first: usize,
     pub(crate) count: usize,
     pub(crate) stride: usize,
-    /// Where the first one goes, and how far the next one is from it.
+    /// Position of the first value, and the distance to the next one.
     pub(crate) at: usize,
     pub(crate) skip: usize,
 }
@@ -35,12 +35,12 @@ impl<'a> Rows<'a> {
         self.order.is_none() && self.stride == 1
     }
 
-    /// Whether these rows go right behind those of `other`, wherever they go.
+    /// Returns whether these rows go right behind those of `other`, wherever they go.
     fn beside(&self, other: &Self) -> bool {
         self.at == other.at + 1 && (self.count, self.skip) == (other.count, other.skip)
     }
 
-    /// Where rows of `width` elements go, `span` neighbouring rows at a time.
+    /// Returns the slots of rows of `width` elements, `span` neighbouring rows at a time.
     fn slots<'b, T>(&self, width: usize, span: usize, out: &'b mut [T]) -> impl Iterator<Item = &'b mut [T]> {
         let out = out.get_mut(self.at * width..).unwrap_or_default();
         let slots = out.chunks_mut((self.skip * width).max(1)).take(self.count);

@@ -232,7 +232,7 @@ fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
 }
 
 #[test]
-fn the_least_budget_is_enough_where_all_lanes_go_on_at_once() {
+fn the_least_budget_is_enough_if_all_lanes_continue_at_once() {
     // 80 blocks of 100 rows in 8 lanes, and batches that end many of them; then blocks smaller than a batch.
     for (partitions, each, batch_size) in [(8, 1000, 96), (8, 1000, 1000), (1, 300, 250), (8, 1000, 7999)] {
         let url = format!("memory://tight-{partitions}-{batch_size}");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Data behind a network: latency is hidden, nothing is read twice, and refusals are told.
+//! Data behind a network: latency is hidden, nothing is read twice, and refusals are reported.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -175,7 +175,7 @@ fn row_groups_larger_than_a_block_are_fetched_by_their_pages() {
 }
 
 #[test]
-fn what_a_bucket_refuses_is_told_and_names_the_file() {
+fn a_refusal_of_a_bucket_is_reported_and_names_the_file() {
     let bucket = Bucket::of("moody", &prepare("memory://moody", 2, 1000, 10));
     let reader = reader(&bucket.url, Options { batch_size: 16, ..Options::default() });
     bucket.set_mood(Mood::Status(403));

@@ -40,7 +40,7 @@ impl Failing {
         RETRY
     }
 
-    /// The next connection, however many attempts fail before.
+    /// Returns the next connection, however many attempts fail before.
     pub(crate) async fn next(&mut self, listener: &TcpListener) -> (TcpStream, SocketAddr) {
         loop {
             match listener.accept().await {
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_to_accept_is_told_once_in_a_while_and_never_retried_at_once() {
+    fn a_failure_to_accept_is_reported_once_in_a_while_and_never_retried_at_once() {
         let (mut failing, start) = (Failing::of("it"), Instant::now());
         let full = io::Error::from_raw_os_error(24);
         assert_eq!(failing.met(&full, start), RETRY);

@@ -11,7 +11,7 @@ use tonic_prost::ProstCodec;
 
 /// Bytes that a stream's buffers begin with.
 const FIRST: usize = 256;
-/// Bytes after which what is written goes on its way.
+/// Written bytes after which a piece is sent.
 const ENOUGH: usize = 8 << 10;
 
 /// The codec with which the generated code writes and reads messages.

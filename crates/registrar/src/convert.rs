@@ -21,7 +21,8 @@ const MOST: usize = 1 << 20;
 /// Hexadecimal digits that end the hash of a host.
 const DIGITS: usize = 16;
 
-/// A world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same rule.
+/// Returns a world as every task of it may be told: hosts and their tasks. The receiver numbers them by the same
+/// rule.
 pub(crate) fn encode_world(world: &World) -> Bytes {
     let mut hosts: BTreeMap<&HostHash, Vec<u32>> = BTreeMap::new();
     for seat in &world.seats {
@@ -44,20 +45,21 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
     wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
 }
 
-/// Whether the ranks are those of the rule of assignment.
+/// Returns whether the ranks are those of the rule of assignment.
 fn follows_rule(world: &World) -> bool {
     let places: Vec<TaskPlace> =
         world.seats.iter().map(|seat| TaskPlace { task: seat.task, host: seat.host.clone() }).collect();
     assign(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
-/// The world in `bytes`, seen from `task`. The error says what is wrong with it.
+/// Returns the world in `bytes`, seen from `task`. The error says what is wrong with it.
 pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> {
     let message = wire::World::decode(bytes).map_err(|error| error.to_string())?;
     let mut places = Vec::new();
     let mut name = String::new();
     for host in message.hosts {
-        let shared = name.get(..host.shared as usize).ok_or("a host's name does not go on from another's")?;
+        let shared =
+            name.get(..host.shared as usize).ok_or("a host's name does not continue another host's name")?;
         name = format!("{shared}{}", host.rest);
         let hash = HostHash(match host.digest {
             Some(digest) => format!("{name}-{digest:0DIGITS$x}"),
@@ -94,7 +96,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     world.seen_from(rank).map_err(|error| error.to_string())
 }
 
-/// The places as `order` lists their tasks.
+/// Returns the places as `order` lists their tasks.
 fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, String> {
     if places.len() != order.len() {
         return Err(format!("{} tasks have places, and {} ranks", places.len(), order.len()));
@@ -109,7 +111,7 @@ fn by_order(places: Vec<TaskPlace>, order: &[u32]) -> Result<Vec<TaskPlace>, Str
         .collect()
 }
 
-/// A hash's name and digest; all of it is the name where it does not end in a digest.
+/// Returns a hash's name and digest; all of it is the name where it does not end in a digest.
 fn parts(hash: &str) -> (&str, Option<u64>) {
     hash.rsplit_once('-')
         .filter(|(_, digits)| digits.len() == DIGITS && digits.bytes().all(is_digit))
@@ -121,14 +123,14 @@ fn is_digit(letter: u8) -> bool {
     matches!(letter, b'0'..=b'9' | b'a'..=b'f')
 }
 
-/// How many bytes two names have in common, and what the second one has besides.
+/// Returns the number of bytes that two names have in common, and the rest of the second one.
 fn split_at_difference<'a>(one: &str, other: &'a str) -> (u32, &'a str) {
     let same = one.chars().zip(other.chars()).take_while(|(left, right)| left == right);
     let shared = same.map(|(letter, _)| letter.len_utf8()).sum::<usize>();
     (u32::try_from(shared).unwrap_or(0), other.get(shared..).unwrap_or(other))
 }
 
-/// Numbers as how many are left out, how many taken, and so on.
+/// Returns the numbers as how many are left out, how many taken, and so on.
 fn runs(tasks: &[u32]) -> Vec<u32> {
     let mut runs: Vec<u32> = Vec::new();
     let mut next = 0u32;
@@ -203,7 +205,7 @@ impl TryFrom<wire::ExitRequest> for Exit {
     }
 }
 
-/// The records of a batch, lines first.
+/// Returns the records of a batch, lines first.
 pub(crate) fn records(
     batch: wire::RecordBatch,
     task: u32,
@@ -226,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_of_one_kind_are_told_in_few_bytes() {
+    fn hosts_of_one_kind_are_sent_in_few_bytes() {
         let hash =
             |host: u32| HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.hash();
         let places: Vec<TaskPlace> =
@@ -247,7 +249,7 @@ mod tests {
         }
     }
 
-    /// Ranks that no rule gives.
+    /// Returns the ranks that no rule gives.
     fn backwards(generation: Generation, places: &[TaskPlace]) -> Result<World, farandole_world::Error> {
         let places: Vec<TaskPlace> = places.iter().rev().cloned().collect();
         assign_as_listed(generation, &places)

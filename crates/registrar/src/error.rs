@@ -23,7 +23,7 @@ pub enum Error {
     /// An option cannot be used.
     #[error("cannot start a registrar: {reason}")]
     Options {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A knob does not parse.
@@ -57,7 +57,7 @@ pub enum Error {
     /// No certificate could be made, or no TLS set up.
     #[error("cannot set up TLS: {reason}")]
     Tls {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The journal of an elastic job cannot be used.
@@ -65,13 +65,13 @@ pub enum Error {
     Journal {
         /// The file.
         path: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// No thread could be started.
     #[error("cannot start a runtime: {reason}")]
     Runtime {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The registrar answers at none of its addresses.
@@ -99,7 +99,7 @@ pub enum Error {
     Aborted {
         /// The job.
         job: String,
-        /// Why.
+        /// The reason.
         reason: String,
         /// No worker failed: the tasks may form another generation.
         retry: bool,
@@ -109,7 +109,7 @@ pub enum Error {
     Dismissed {
         /// The job.
         job: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The connection broke during a call.
@@ -169,7 +169,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Ticket { .. } | Self::Options { .. } | Self::Config(_) | Self::Forked { .. } => {

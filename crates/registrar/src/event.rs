@@ -30,7 +30,7 @@ pub enum Event {
         task: TaskId,
         /// Its rank.
         rank: Rank,
-        /// How.
+        /// The exit.
         exit: Exit,
     },
     /// A worker returned something.
@@ -39,7 +39,7 @@ pub enum Event {
         task: TaskId,
         /// Its rank.
         rank: Rank,
-        /// What.
+        /// The bytes.
         data: Vec<u8>,
     },
     /// An agent is gone, before (`rank: None`) or after ranks were assigned.
@@ -62,14 +62,14 @@ pub enum Event {
     Stop {
         /// Its task.
         task: TaskId,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Elastic jobs: a worker that waited for a world may go.
     Dismissed {
         /// Its task.
         task: TaskId,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Elastic jobs: the function has returned on every rank of the present world.
@@ -79,7 +79,7 @@ pub enum Event {
     },
     /// A generation is over, or the whole job, and its workers are being ended.
     Aborted {
-        /// Why, and which task failed first, if one did.
+        /// The reason, and the task that failed first, if one did.
         verdict: Verdict,
         /// The rank of that task.
         rank: Option<Rank>,

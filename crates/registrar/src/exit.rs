@@ -24,7 +24,7 @@ pub enum How {
 pub struct Exit {
     /// The way.
     pub how: How,
-    /// A collective had lost a peer: somebody else failed first.
+    /// A collective had lost a peer: another task failed first.
     pub peer_error: bool,
     /// The agent ended it.
     pub stopped: bool,
@@ -32,7 +32,7 @@ pub struct Exit {
     pub stderr_tail: Vec<String>,
 }
 
-/// Why a generation ended before its work was done.
+/// The reason why a generation ended before its work was done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// A sentence naming the rank that failed first, if one did.
@@ -44,7 +44,7 @@ pub struct Verdict {
 }
 
 impl How {
-    /// Whether the worker did its work.
+    /// Returns whether the worker did its work.
     pub fn is_success(&self) -> bool {
         matches!(self, Self::Code(0))
     }
@@ -63,7 +63,7 @@ impl fmt::Display for How {
     }
 }
 
-/// The name of a Linux signal, such as `SIGKILL`.
+/// Returns the name of a Linux signal, such as `SIGKILL`.
 pub const fn signal_name(signal: i32) -> Option<&'static str> {
     Some(match signal {
         1 => "SIGHUP",

@@ -22,7 +22,7 @@ pub fn facts() -> HostFacts {
     }
 }
 
-/// A value that is new each time that this host starts.
+/// Returns a value that is new each time that this host starts.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
@@ -42,11 +42,11 @@ pub fn addresses() -> Vec<IpAddr> {
     all
 }
 
-/// The address of this host that `wish` means: an address, or a network such as `10.0.0.0/8`, of which every host has
-/// an address of its own; `None` for an empty wish.
+/// Returns the address of this host that `wish` means: an address, or a network such as `10.0.0.0/8`, of which every
+/// host has an address of its own; `None` for an empty wish.
 ///
 /// # Errors
-/// `Options` for what is neither, or is not this host's.
+/// `Options` for a text that is neither, or that is not of this host.
 pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     if wish.is_empty() {
         return Ok(None);
@@ -54,8 +54,9 @@ pub fn bound(wish: &str) -> Result<Option<IpAddr>> {
     among(wish, &addresses()).map(Some)
 }
 
-/// The network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for [`bound`] that
-/// holds on every host of that network, whatever its interface is called. IPv6 where an interface has no IPv4.
+/// Returns the network of the first of these interfaces that this host has, such as `10.0.0.0/8`: a wish for
+/// [`bound`] that holds on every host of that network, whatever its interface is called. IPv6 where an interface has
+/// no IPv4.
 ///
 /// # Errors
 /// `Options` naming the interfaces when none has a network.
@@ -88,7 +89,7 @@ fn network_in(four: &str, six: &str, interfaces: &[String]) -> Result<String> {
     })
 }
 
-/// The network that an interface reaches without a gateway, from the kernel's table of routes.
+/// Returns the network that an interface reaches without a gateway, from the kernel's table of routes.
 fn on_link(routes: &str, name: &str) -> Option<String> {
     let number = |text: &str| u32::from_str_radix(text, 16).ok().map(u32::swap_bytes);
     routes.lines().skip(1).find_map(|line| {
@@ -100,7 +101,7 @@ fn on_link(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-/// As [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
+/// Like [`on_link`], from the table of IPv6. Networks of link-local and multicast addresses are left out, as are single
 /// addresses.
 fn on_link_six(routes: &str, name: &str) -> Option<String> {
     routes.lines().find_map(|line| {

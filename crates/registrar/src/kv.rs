@@ -17,7 +17,7 @@ pub(crate) const MAX_VALUE: usize = 1 << 20;
 /// Most bytes of keys and values together.
 const MAX_TOTAL: usize = 256 << 20;
 
-/// Why a value was not taken.
+/// The reason why a value was not taken.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Full {
     #[error("a key has at most {MAX_KEY} bytes, this one has {length}")]
@@ -69,7 +69,7 @@ impl KeyValues {
         self.generation == generation
     }
 
-    /// Sets `key`; the last value wins. Wakes whoever waits for it.
+    /// Sets `key`; the last value wins. Wakes all that wait for it.
     pub(crate) fn put(&mut self, generation: Generation, key: String, value: Bytes) -> Result<(), Full> {
         if !self.enter(generation) {
             return Err(Full::Over);
@@ -113,12 +113,12 @@ impl KeyValues {
         Ok(value)
     }
 
-    /// The value of `key`, if it has one.
+    /// Returns the value of `key`, if it has one.
     pub(crate) fn held(&self, generation: Generation, key: &str) -> Option<Bytes> {
         self.slots.get(key).filter(|_| generation == self.generation)?.value.clone()
     }
 
-    /// All keys that have values.
+    /// Returns all keys that have values.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = Pair> {
         self.slots.iter().filter_map(|(key, slot)| {
             Some(Pair { generation: self.generation, key: key.clone(), value: slot.value.clone()? })

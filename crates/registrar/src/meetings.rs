@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and hears once: everybody's
-//! card, or why the world cannot form. So a world of N costs N calls.
+//! Ranks of a generation that ask for a world with each other. Each asks once, with its card, and gets one answer:
+//! the cards of all ranks, or the reason why the world cannot form. So a world of N costs N calls.
 //!
 //! A rank's worlds are counted here and not in its process, and all members of a world count it together. Ranks whose
 //! `init` failed on some of them therefore meet again when they try again.
@@ -52,7 +52,7 @@ pub(crate) struct Formed {
     cards: Bytes,
 }
 
-/// A rank of it, the attempt by which it came, and who that was.
+/// A rank of it, the attempt by which it came, and the caller of that attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Member {
     rank: u32,
@@ -63,7 +63,7 @@ struct Member {
 /// Hears of a world that has formed before its ranks do.
 type Note = Box<dyn Fn(&Formed) + Send>;
 
-/// Why a world cannot form.
+/// The reason why a world cannot form.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Apart {
     /// Another process has the asking rank.
@@ -92,7 +92,7 @@ struct Asker {
     worlds: Vec<Members>,
     /// Its latest question, which stands until it asks again or gives up, whatever the answer was.
     asks: Option<(u64, Members)>,
-    /// The answer to its latest attempt that met everybody: its call may be repeated.
+    /// The answer to its latest attempt that met all ranks: its call may be repeated.
     met: Option<(u64, Arc<Met>)>,
     /// The host on which its worker ended.
     ended: Option<String>,
@@ -116,7 +116,7 @@ pub(crate) struct Meetings {
     ranks: HashMap<u32, Asker>,
     waiting: HashMap<Members, Group>,
     note: Option<Note>,
-    /// Where there is a note: the worlds that have formed.
+    /// The worlds that have formed, if there is a note.
     formed: Vec<Formed>,
 }
 
@@ -129,12 +129,12 @@ impl Meetings {
         self.generation == generation
     }
 
-    /// Has `note` called with each world that forms, before its ranks hear of it.
+    /// Calls `note` with each world that forms, before its ranks get it.
     pub(crate) fn note_with(&mut self, note: impl Fn(&Formed) + Send + 'static) {
         self.note = Some(Box::new(note));
     }
 
-    /// The worlds that have formed since there is a note, in their order.
+    /// Returns the worlds that have formed since there is a note, in their order.
     pub(crate) fn formed(&self) -> &[Formed] {
         &self.formed
     }
@@ -219,7 +219,7 @@ impl Meetings {
         met
     }
 
-    /// Why the `first`th world of the asking rank cannot be this one, if it cannot.
+    /// Returns the reason why the `first`th world of the asking rank cannot be this one, if it cannot.
     fn obstacle(&self, ask: &Ask, first: usize) -> Option<Apart> {
         ask.members.iter().filter(|rank| **rank != ask.rank).find_map(|rank| {
             let other = self.ranks.get(rank)?;
@@ -240,7 +240,7 @@ impl Meetings {
         })
     }
 
-    /// Tells those who wait for the asking rank in another world than it asks for.
+    /// Answers ranks that wait for the asking rank in another world than it asks for.
     fn turn_away_others(&mut self, ask: &Ask, first: usize) {
         let apart = Apart::Elsewhere { rank: ask.rank, members: Arc::clone(&ask.members) };
         let waits = |members: &Members, group: &Group| {
@@ -262,7 +262,7 @@ impl Meetings {
         }
     }
 
-    /// Those who wait for this world hear why it cannot form.
+    /// Tells the ranks that wait for this world why it cannot form.
     fn part(&mut self, members: &Members, apart: &Apart) {
         if let Some(group) = self.waiting.remove(members) {
             for rank in group.cards.keys() {
@@ -297,7 +297,7 @@ impl Meetings {
         }
     }
 
-    /// A rank's worker has ended well: nobody waits for it any more.
+    /// A rank's worker has ended well: no rank waits for it any more.
     pub(crate) fn ended(&mut self, generation: Generation, rank: u32, host: String) {
         if !self.enter(generation) {
             return;
@@ -310,7 +310,7 @@ impl Meetings {
         }
     }
 
-    /// The members of a world that have not come, ascending.
+    /// Returns the members of a world that have not come, ascending.
     pub(crate) fn missing(&self, generation: Generation, members: &Members) -> Vec<u32> {
         let group = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
         let here = |rank: &u32| group.is_some_and(|group| group.cards.contains_key(rank));
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_to_come_and_those_who_wait_get_all_cards_in_order() {
+    fn the_last_rank_and_the_waiting_ones_get_all_cards_in_order() {
         let mut meetings = Meetings::default();
         let second = waits(meetings.ask(ONE, ask(1, 7, &[0, 1])).unwrap());
         assert_eq!(meetings.missing(ONE, &[0, 1].into()), [0]);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_ask_for_different_worlds_hear_of_it_whoever_comes_first() {
+    fn ranks_that_ask_for_different_worlds_get_an_error_in_any_order() {
         for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1]] {
             let mut meetings = Meetings::default();
             let mut outcomes = HashMap::new();
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_has_ended_is_waited_for_by_nobody() {
+    fn no_rank_waits_for_a_rank_that_has_ended() {
         let mut meetings = Meetings::default();
         let outcome = waits(meetings.ask(ONE, ask(0, 1, &[0, 1])).unwrap());
         meetings.ended(ONE, 1, "box".to_owned());

@@ -21,7 +21,7 @@ pub const CONNECTIONS: u64 = 2;
 pub struct Formed {
     /// The world, seen from rank 0.
     pub world: World,
-    /// When the last task had registered.
+    /// The time at which the last task had registered.
     pub at: Duration,
     /// Registrations that were taken in.
     pub registrations: u64,

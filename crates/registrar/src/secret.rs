@@ -6,8 +6,8 @@
 //!
 //! Everything is HMAC-SHA256 of a label and the job's name under the secret, so jobs with one secret have nothing in
 //! common. The certificate holds nothing of its own: key, serial number and dates are fixed, and an Ed25519 signature
-//! over the same bytes is the same signature. Its public key lets one who reaches the registrar try out secrets, so a
-//! secret must be random, not a password.
+//! over the same bytes is the same signature. Whoever can connect to the registrar can use its public key to try
+//! secrets, so a secret must be random, not a password.
 
 use std::fmt;
 
@@ -36,12 +36,12 @@ impl Secret {
     /// Fewest bytes of a secret.
     pub const SHORTEST: usize = 16;
 
-    /// The secret of this job; `None` when the text is shorter than [`Self::SHORTEST`].
+    /// Returns the secret of this job; `None` when the text is shorter than [`Self::SHORTEST`].
     pub fn new(text: &str, job: &JobId) -> Option<Self> {
         (text.len() >= Self::SHORTEST).then(|| Self { text: text.to_owned(), job: job.clone() })
     }
 
-    /// The ticket of the job whose registrar is at these addresses.
+    /// Returns the ticket of the job whose registrar is at these addresses.
     ///
     /// # Errors
     /// `Tls`.
@@ -49,7 +49,7 @@ impl Secret {
         Ok(Ticket::new(self.token(), self.identity()?.fingerprint, self.job.clone(), addresses))
     }
 
-    /// One of `count` ports from `first` on, the same for all who hold the secret.
+    /// Returns one of `count` ports from `first` on, the same for all that have the secret.
     pub fn port(&self, first: u16, count: u16) -> u16 {
         let [high, low, ..] = self.derive("port");
         first.saturating_add(u16::from_be_bytes([high, low]) % count.max(1))
@@ -63,7 +63,7 @@ impl Secret {
         Token::of(self.derive("token"))
     }
 
-    /// The same bytes wherever it is called.
+    /// Returns the same bytes wherever it is called.
     pub(crate) fn identity(&self) -> Result<Identity> {
         let tls = |error: rcgen::Error| Error::Tls { reason: error.to_string() };
         let der = [&PKCS8[..], &self.derive("certificate")].concat();

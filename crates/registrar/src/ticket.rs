@@ -41,7 +41,7 @@ impl Token {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Whether `hex` is this token's text, in a time that does not depend on where they differ.
+    /// Returns whether `hex` is this token's text, in a time that does not depend on where they differ.
     pub(crate) fn matches(&self, hex: &[u8]) -> bool {
         self.hex().as_bytes().ct_eq(hex).into()
     }
@@ -50,7 +50,7 @@ impl Token {
 /// SHA-256 of a certificate.
 pub(crate) type Fingerprint = [u8; 32];
 
-/// Where a job's registrar is, how to know it, and the secret it asks for. Whoever holds it may join the job.
+/// The address of a job's registrar, its identity, and the secret it asks for. Whoever holds it may join the job.
 #[derive(Clone)]
 pub struct Ticket {
     pub(crate) token: Token,
@@ -64,17 +64,17 @@ impl Ticket {
         Self { token, fingerprint, job_id, addresses }
     }
 
-    /// The job.
+    /// Returns the job.
     pub fn job_id(&self) -> &JobId {
         &self.job_id
     }
 
-    /// Where its registrar listens, `host:port`, the likeliest first.
+    /// Returns the addresses of its registrar, `host:port`, the likeliest first.
     pub fn addresses(&self) -> &[String] {
         &self.addresses
     }
 
-    /// The key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the token.
+    /// Returns the key that ranks of this job prove to each other: HMAC-SHA256 of `links` under the token.
     pub fn link_key(&self) -> [u8; 32] {
         // HMAC takes keys of any length, so the error arm cannot be reached.
         match Hmac::<Sha256>::new_from_slice(&self.token.0) {
@@ -86,19 +86,19 @@ impl Ticket {
         }
     }
 
-    /// The same ticket with a token of somebody else: what a guess looks like. For tests.
+    /// Returns the same ticket with another token, as a guess has. For tests.
     #[doc(hidden)]
     pub fn forged_token(&self) -> Self {
         Self { token: Token::random(), ..self.clone() }
     }
 
-    /// The same ticket leading elsewhere. For tests.
+    /// Returns the same ticket leading elsewhere. For tests.
     #[doc(hidden)]
     pub fn readdressed(&self, addresses: &[String]) -> Self {
         Self { addresses: addresses.to_vec(), ..self.clone() }
     }
 
-    /// The secret text. `Display` is left out on purpose: a ticket in a log lets its readers in.
+    /// Returns the secret text. `Display` is left out on purpose: a ticket in a log lets its readers in.
     pub fn encode(&self) -> String {
         let mut bytes = Vec::with_capacity(256);
         bytes.extend_from_slice(&self.token.0);

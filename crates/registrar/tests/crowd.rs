@@ -22,7 +22,7 @@ use tracing::field::{Field, Visit};
 use tracing::span;
 
 const TASKS: u32 = 600;
-/// What each of them makes: its agent's connection and its worker's.
+/// Connections of each task: one of its agent and one of its worker.
 const CONNECTIONS: u64 = 2;
 
 fn limit(soft: u64, hard: Option<u64>) {
@@ -86,7 +86,7 @@ impl tracing::Subscriber for Errors {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// That process, ended when dropped.
+/// The driver's process, ended when dropped.
 struct Driver {
     child: Child,
     input: Option<ChildStdin>,
@@ -211,7 +211,7 @@ fn a_job_whose_connections_cannot_be_had_is_refused_with_the_number_that_is_need
     assert!(text.contains(&format!("ulimit -n {needed}")), "{text}");
 }
 
-/// What a refused job says that it needs.
+/// Returns the number of descriptors that a refused job says it needs.
 fn needed() -> u64 {
     let text = Driver::start(256, 512, TASKS).read("refused");
     text.split_once("needs ").unwrap().1.split(' ').next().unwrap().parse().unwrap()
@@ -246,7 +246,7 @@ fn every_address_of_a_driver_with_many_is_dialled_and_all_of_the_crowd_comes_in(
 }
 
 #[test]
-fn a_registrar_without_descriptors_says_so_waits_and_then_lets_everybody_in() {
+fn a_registrar_without_descriptors_says_so_waits_and_then_admits_all_tasks() {
     allow_all();
     let mut driver = Driver::start(256, 4096, 40);
     let ticket = driver.ticket();

@@ -236,7 +236,7 @@ fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others(
 }
 
 #[test]
-fn strangers_who_fill_every_place_do_not_keep_an_agent_out() {
+fn strangers_that_fill_every_place_do_not_keep_an_agent_out() {
     // RG-2: one task has 68 places; TLS is within anybody's reach, the token is not.
     let registrar = registrar(1);
     let forged = registrar.ticket().forged_token();
@@ -249,7 +249,7 @@ fn strangers_who_fill_every_place_do_not_keep_an_agent_out() {
     drop((strangers, later));
 }
 
-/// RG-2 under a flood: strangers who connect without end, from where the agents are, too.
+/// RG-2 under a flood: strangers that connect without end, also from the agents' hosts.
 #[test]
 fn agents_are_served_while_strangers_flood_the_registrar() {
     const AGENTS: u32 = 10;
@@ -297,7 +297,7 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
 }
 
 #[test]
-fn a_connection_on_which_nobody_shows_the_token_is_ended() {
+fn a_connection_without_the_token_is_ended() {
     // RG-2.
     let registrar = registrar(1);
     let mut idle = TcpStream::connect(&registrar.ticket().addresses()[0]).unwrap();
@@ -308,7 +308,7 @@ fn a_connection_on_which_nobody_shows_the_token_is_ended() {
 }
 
 #[test]
-fn an_end_and_a_result_that_are_told_twice_are_one_event_each() {
+fn an_end_and_a_result_that_are_sent_twice_are_one_event_each() {
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
     let mut exit = failed(How::Code(0));
@@ -354,7 +354,7 @@ fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
 }
 
 #[test]
-fn a_rank_that_has_ended_well_is_known_to_those_that_go_on() {
+fn a_rank_that_has_ended_well_is_known_to_the_others() {
     let registrar = registrar(4);
     let agents = agents(&registrar, 4);
     thread::scope(|scope| {
@@ -455,7 +455,7 @@ fn a_flood_of_lines_that_the_driver_leaves_lying_does_not_hold_up_its_agents_sig
 }
 
 #[test]
-fn a_failure_stops_everybody_with_one_verdict() {
+fn a_failure_stops_all_tasks_with_one_verdict() {
     let registrar = registrar(3);
     let agents = agents(&registrar, 3);
     let (sender, ends) = mpsc::channel();
@@ -570,4 +570,19 @@ fn sixty_four_tasks_are_assigned_within_50_ms_of_the_last_registration() {
     let took = (0..3).map(|_| last_registration_to_all_assignments()).min().unwrap_or_default();
     println!("last registration to everybody's assignment, 64 tasks: {took:?}");
     assert!(took <= Duration::from_millis(50), "{took:?}");
+}
+
+#[test]
+fn the_driver_publishes_values_that_ranks_wait_for() {
+    let registrar = registrar(1);
+    let agents = agents(&registrar, 1);
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| agents[0].get("key of a run", soon()).unwrap());
+        registrar.publish("key of a run", b"secret").unwrap();
+        assert_eq!(waits.join().unwrap(), b"secret");
+    });
+    registrar.publish("key of a run", b"another").unwrap();
+    assert_eq!(agents[0].get("key of a run", soon()).unwrap(), b"another");
+    let long = registrar.publish(&"k".repeat(2000), b"").unwrap_err();
+    assert!(matches!(long, Error::Refused { call: "publish", .. }), "{long}");
 }

@@ -61,7 +61,7 @@ fn worker(registrar: &Registrar, task: TaskId) -> (Client, Client) {
     (agent, worker)
 }
 
-/// What all do at once.
+/// Calls all workers at once.
 fn all<T: Send>(workers: &[(Client, Client)], act: impl Fn(&Client) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let acting: Vec<_> = workers.iter().map(|(_, worker)| scope.spawn(|| act(worker))).collect();

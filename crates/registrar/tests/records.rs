@@ -59,7 +59,7 @@ impl Cable {
         cable
     }
 
-    /// What the driver says is lost first, so that what it has heard is not confirmed.
+    /// Loses the driver's messages first, so that received records are not confirmed.
     fn cut(&self) {
         self.is_cut.store(true, Ordering::Release);
         for connection in self.connections.lock().unwrap().drain(..) {

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Links between tasks that nobody can dial, over real sockets: through the registrar and back.
+//! Links between tasks that cannot be dialled, over real sockets: through the registrar and back.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -149,6 +151,53 @@ fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }
 
+/// Another user's process: a shell that dials `port` of the loopback again and again, and says so once it has.
+fn stranger(port: u16) -> Child {
+    const NOBODY: u32 = 65_534;
+    let dials = format!(
+        "trap '' PIPE; exec 2>/dev/null; exec 3<>/dev/tcp/127.0.0.1/{port} && echo dialed; \
+         while exec 4<>/dev/tcp/127.0.0.1/{port}; do echo stolen >&4; exec 4>&-; done"
+    );
+    let mut shell = Command::new("bash");
+    shell.args(["-c", &dials]).current_dir("/").uid(NOBODY).gid(NOBODY).stdout(Stdio::piped());
+    let mut child = shell.spawn().unwrap();
+    let mut word = [0; 7];
+    child.stdout.as_mut().unwrap().read_exact(&mut word).unwrap();
+    assert_eq!(&word, b"dialed\n");
+    child
+}
+
+#[test]
+fn another_user_who_floods_a_door_gets_no_link_and_keeps_none_from_its_owner() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("not root: there is no other user to be");
+        return;
+    }
+    let registrar = registrar(2, true);
+    let agents = agents(&registrar, 2);
+    let (_answering, listener) = called(&agents[0]);
+    let calling = agents[1].relay(DOOR).unwrap();
+    let door = calling.door(TaskId(0), DOOR).unwrap();
+    let mut strangers: Vec<Child> = (0..4).map(|_| stranger(door.port())).collect();
+    for round in 0..20_u8 {
+        let mut near = TcpStream::connect(door).unwrap();
+        near.write_all(&[round]).unwrap();
+        // A stranger's link would come out here, too, and say something else.
+        let (mut far, _) = listener.accept().unwrap();
+        far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut heard = [0xff];
+        far.read_exact(&mut heard).unwrap();
+        assert_eq!(heard, [round]);
+    }
+    for one in &mut strangers {
+        assert!(one.try_wait().unwrap().is_none(), "the flood has not ended before");
+        one.kill().unwrap();
+        one.wait().unwrap();
+    }
+    listener.set_nonblocking(true).unwrap();
+    assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+}
+
 /// Alone in its process, because it takes all descriptors there are.
 #[test]
 #[ignore = "started by the next test"]
@@ -183,7 +232,7 @@ fn starved_child() {
 
 #[test]
 fn doors_stay_open_when_a_connection_cannot_be_accepted() {
-    let child = std::process::Command::new(std::env::current_exe().unwrap())
+    let child = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact", "starved_child", "--nocapture"])
         .output()
         .unwrap();

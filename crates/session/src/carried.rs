@@ -25,7 +25,7 @@ pub(crate) struct Carried {
     pub(crate) next: u32,
     /// Members by number, without the set of all ranks.
     pub(crate) sets: BTreeMap<ProcessSetId, Vec<TaskId>>,
-    /// Those that `init` was asked for, and that still stand.
+    /// The sets that `init` was asked for, and that still exist.
     pub(crate) given: BTreeSet<ProcessSetId>,
 }
 

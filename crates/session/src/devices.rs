@@ -51,14 +51,14 @@ pub(crate) fn gpus(config: &Config) -> Result<Gpus, farandole_config::Error> {
         return Ok(gpus.without_nccl());
     }
     let gpus = if config.nccl_memory { gpus.with_registration() } else { gpus };
-    // Without a home, nobody's kernels are taken for ours.
+    // Without a home directory there is no cache, so that no other user's kernels are loaded.
     Ok(match kernels(environment) {
         Some(folder) => gpus.with_ipc(Cache::new(folder)),
         None => gpus,
     })
 }
 
-/// Where compiled kernels are kept: in the user's own cache.
+/// Returns the folder of compiled kernels: in the user's own cache.
 fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let home = || variable("HOME").map(|home| PathBuf::from(home).join(".cache"));
     let cache = variable("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
@@ -67,7 +67,7 @@ fn kernels(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
 }
 
 impl Session {
-    /// Whether operations may name memory of GPUs.
+    /// Returns whether operations may name memory of GPUs.
     pub fn takes_devices(&self) -> bool {
         self.gpu_tensors != GpuTensors::Copied
     }

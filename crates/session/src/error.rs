@@ -10,7 +10,7 @@ use farandole_world::{Fault, ProcessSetId, Rank};
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// How ranks that others have started meet.
+/// Ways in which ranks that others have started meet.
 const WAYS: &str = "ranks on one host meet in a file of the user's, those of several in ~/.farandole, if they share it, \
     in the directory that FARANDOLE_RENDEZVOUS names, or at FARANDOLE_RENDEZVOUS=host:port of rank 0 with the same \
     FARANDOLE_JOB_SECRET everywhere; the starter must forward these variables (mpirun -x, srun --export)";
@@ -58,7 +58,7 @@ pub enum Error {
     Worlds {
         /// The rank that asked for another one.
         rank: Rank,
-        /// That one.
+        /// The version of the other rank.
         theirs: String,
         /// The calling rank.
         own: Rank,
@@ -96,7 +96,7 @@ pub enum Error {
     NoWay {
         /// The launcher that started them.
         starter: &'static str,
-        /// How many.
+        /// Their number.
         size: u32,
         /// The reason why they cannot meet.
         reason: String,
@@ -147,7 +147,7 @@ pub enum Error {
     /// There is no such set to be removed.
     #[error("no such process set, or it is the global one: {0}")]
     NoSuchSet(ProcessSetId),
-    /// A change of the process sets was interrupted here and is still asked for.
+    /// A change of the process sets was interrupted here and is still requested.
     #[error("{pending} was interrupted and still waits for other ranks: finish it first")]
     Unfinished {
         /// The request.
@@ -171,7 +171,7 @@ pub enum Error {
     /// The engine did not start, or its first operation failed.
     #[error(transparent)]
     Engine(#[from] farandole_engine::Error),
-    /// Not everybody came to the first barrier.
+    /// Some ranks did not come to the first barrier.
     #[error("timed out after {elapsed:.1?} waiting for all {size} ranks to finish init()")]
     Timeout {
         /// Ranks of the world.

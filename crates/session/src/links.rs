@@ -35,8 +35,8 @@ fn fullest(world: &World) -> u64 {
     ranks.into_values().max().unwrap_or(1)
 }
 
-/// Bytes of shared memory that a host's links may take: what somebody asked for, or else enough for the least rings of
-/// the world and of a set of all its ranks. Memory is taken when first touched.
+/// Bytes of shared memory that a host's links may take: the configured value, or else enough for the smallest rings
+/// of the world and of a set of all its ranks. Memory is taken when first touched.
 pub(crate) fn budget(world: &World, config: &Config) -> u64 {
     if config.given.contains(&"shared_memory_bytes") {
         return config.shared_memory_bytes;
@@ -77,7 +77,7 @@ pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
 }
 
-/// How allreduces are to be done.
+/// Returns the rules for the algorithms of allreduces.
 ///
 /// # Errors
 /// The knob's value is none, or names a file that cannot be read or holds none.
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn links_that_missed_shared_memory_are_told_in_one_line() {
+    fn links_without_shared_memory_are_reported_in_one_line() {
         let links = |ranks: &[u32]| -> Vec<(Rank, String)> {
             ranks.iter().map(|rank| (Rank(*rank), "no room".to_owned())).collect()
         };
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_that_somebody_gave_is_kept() {
+    fn a_configured_budget_is_kept() {
         let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);

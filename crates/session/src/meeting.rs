@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets everybody's card.
+//! The ranks' meeting point, which the registrar holds: each asks once for a world, and gets the cards of all ranks.
 
 use std::fs;
 use std::process;
@@ -25,7 +25,7 @@ pub(crate) struct Meeting<'a, 'b> {
     client: &'a Client,
     /// This rank in the launched world.
     own: Rank,
-    /// Those it forms a world with, if that is not all.
+    /// The ranks that it forms a world with, if not all.
     part: Option<&'a [Rank]>,
     failure: Mutex<Option<Error>>,
     interrupted: Mutex<&'a mut Interrupted<'b>>,
@@ -62,7 +62,7 @@ impl<'a, 'b> Meeting<'a, 'b> {
         }
     }
 
-    /// Why this rank has not met the others, where it is more than transport's error says.
+    /// Returns the reason why this rank has not met the others, where it is more than transport's error says.
     pub(crate) fn failure(self) -> Option<Error> {
         self.failure.into_inner()
     }

@@ -60,7 +60,7 @@ pub fn shutdown() {
     }
 }
 
-/// Whether there is a session.
+/// Returns whether there is a session.
 pub fn is_initialized() -> bool {
     SESSION.read().is_some()
 }

@@ -3,8 +3,8 @@
 
 //! Elastic jobs: several worlds, one after the other, in one process.
 //!
-//! Each time the registrar is told which world this process leaves and whom it lost there, and gives it a place in the
-//! next one. There is no limit to that wait but the registrar's own: a spare waits for as long as the job lasts.
+//! Each time the registrar gets the world that this process leaves and the lost members, and gives it a place in the
+//! next world. There is no limit to that wait but the registrar's own: a spare waits for as long as the job lasts.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use crate::form::{give_up_if, linked};
 use crate::meeting::{Interrupted, SLICE};
 use crate::{Error, Result, Session, Wishes};
 
-/// The world that this process has left, and whom it lost there.
+/// The world that this process has left, and the members that it lost there.
 #[derive(Clone, Debug)]
 struct Left {
     generation: Generation,
@@ -29,7 +29,7 @@ struct Left {
 }
 
 static LEFT: Mutex<Left> = Mutex::new(Left { generation: Generation(0), lost: Vec::new(), sets: None });
-/// Changes of hosts that nobody has asked for yet.
+/// Changes of hosts that were not fetched yet.
 static CHANGES: Mutex<Vec<HostChange>> = Mutex::new(Vec::new());
 
 /// Notes what the next world is asked for with. Before the engine ends: its peers leave in answer to that.
@@ -87,7 +87,7 @@ fn next(client: &Client, left: &Left, interrupted: &mut Interrupted<'_>) -> Resu
     }
 }
 
-/// Whether somebody else's failure kept a world from forming, so that another may.
+/// Returns whether another rank's failure prevented a world, so that another world may form.
 fn is_a_peers(error: &Error) -> bool {
     match error {
         Error::Registrar(RegistrarError::Aborted { retry, .. }) => *retry,
@@ -97,7 +97,7 @@ fn is_a_peers(error: &Error) -> bool {
     }
 }
 
-/// The member whom an error names.
+/// The member that an error names.
 fn blamed(world: &World, error: &Error) -> Vec<TaskId> {
     match error {
         Error::Transport(

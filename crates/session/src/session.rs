@@ -49,7 +49,7 @@ impl Session {
         Self { engine, client, world, process, stacks, gpus, gpu_tensors, shares_memory, rest, sets }
     }
 
-    /// Where this process sits.
+    /// Returns this process's place in the world.
     pub fn world(&self) -> &Arc<World> {
         &self.world
     }
@@ -59,12 +59,12 @@ impl Session {
         &self.engine
     }
 
-    /// The connection to the registrar; none in a process nobody launched.
+    /// The connection to the registrar; none in a process without a launcher.
     pub fn client(&self) -> Option<&Client> {
         self.client.as_ref()
     }
 
-    /// Where the interpreter's stacks are asked for.
+    /// Returns the desk for requests of the interpreter's stacks.
     pub fn stacks(&self) -> &Stacks {
         &self.stacks
     }

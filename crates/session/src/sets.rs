@@ -3,11 +3,11 @@
 
 //! Process sets of a session: all ranks change them together, in one order.
 //!
-//! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a new
-//! set then open links of their own; a second agreement tells everybody whether all could. So numbers and members are
+//! A change is agreed on by an operation over all ranks that fails when they do not ask for the same. Members of a
+//! new set then open their own links; in a second agreement all learn whether all could. So numbers and members are
 //! equal on all ranks at any time, and what one rank cannot do no rank has.
 //!
-//! In an elastic job sets go on into the next world (`carried`).
+//! In an elastic job sets continue in the next world (`carried`).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -46,9 +46,9 @@ struct Table {
     next: u32,
     /// Whether sets may be added and removed.
     dynamic: bool,
-    /// Those that `init` was asked for, and that still stand.
+    /// The sets that `init` was asked for, and that still exist.
     given: BTreeSet<ProcessSetId>,
-    /// Those of the world before, when this one has taken its sets over.
+    /// The sets of the world before, if this one has taken them over.
     carried: Option<BTreeSet<ProcessSetId>>,
 }
 
@@ -114,8 +114,8 @@ impl Session {
         self.sets.table.read().sets.clone()
     }
 
-    /// Where this world has taken over the sets of the world before, those of them that `init` was asked for when the
-    /// job began; `None` where it has started with what `init` was asked for.
+    /// Returns the sets that this world has taken over from the world before, of those that `init` was asked for when
+    /// the job began; `None` if it has started with those that `init` was asked for.
     pub fn carried_sets(&self) -> Option<BTreeSet<ProcessSetId>> {
         let table = self.sets.table.read();
         table.carried.as_ref().map(|_| table.given.clone())
@@ -136,10 +136,10 @@ impl Session {
         }
     }
 
-    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or not,
-    /// with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while others are
-    /// waited for; after an interruption the same call goes on waiting. A set of these ranks that comes from the world
-    /// before is that set, at once.
+    /// Makes a process set of these ranks, in any order; its number. Every rank of the world calls it, members or
+    /// not, with the same ranks, and waits until all have. `interrupted` is asked every quarter of a second while
+    /// others are waited for; after an interruption the same call continues the wait. A set of these ranks that comes
+    /// from the world before is that set, at once.
     ///
     /// # Errors
     /// `Fixed`, `Ranks`, `SetExists`, `Unfinished`, `Interrupted`; `Engine` with a mismatch when other ranks ask for
@@ -231,7 +231,7 @@ impl Session {
         if self.world().generation.0 <= 1 {
             return Ok(None);
         }
-        // Who asks for sets begins again.
+        // A caller that asks for sets begins again.
         let own = rejoin::left_sets().filter(|_| wishes.is_empty());
         agreed(client, self.world(), own.as_ref(), deadline, interrupted)
     }

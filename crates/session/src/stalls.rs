@@ -37,8 +37,8 @@ impl Observer for Events {
     }
 }
 
-/// Where a thread of the interpreter waits to be asked what the others do. It sleeps in `read` and costs nothing; no
-/// thread of the engine ever waits for it, nor for the interpreter's lock.
+/// A desk at which a thread of the interpreter waits for requests of the other threads' stacks. It sleeps in `read`
+/// and costs nothing; no thread of the engine ever waits for it, nor for the interpreter's lock.
 #[derive(Debug, Default)]
 pub struct Stacks(Mutex<Desk>);
 
@@ -50,7 +50,7 @@ struct Desk {
 
 impl Stacks {
     /// A pipe whose reader gets a byte for every question: `1` asks for [`Stacks::answer`], `0` or the end says that
-    /// nobody will ask any more. Whoever listened before is sent home.
+    /// no more questions come. An earlier listener is dismissed.
     ///
     /// # Errors
     /// When there is no pipe to be had.
@@ -61,7 +61,7 @@ impl Stacks {
         Ok(reader)
     }
 
-    /// Answers everybody who has asked.
+    /// Answers all questions.
     pub fn answer(&self, text: &str) {
         let waiting = std::mem::take(&mut self.0.lock().waiting);
         waiting.into_iter().for_each(|answer| answer.give(text.to_owned()));

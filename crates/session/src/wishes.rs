@@ -22,7 +22,7 @@ pub struct Wishes {
     pub told: Option<Told>,
 }
 
-/// A place that somebody who has a communicator of his own tells: see [`crate::host`].
+/// A place that the owner of another communicator gives: see [`crate::host`].
 #[derive(Clone)]
 pub struct Told {
     /// The ticket that rank 0 got from [`crate::host`].

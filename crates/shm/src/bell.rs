@@ -19,7 +19,7 @@ use crate::{Error, Result};
 
 #[repr(C)]
 struct Page {
-    /// 1: the owner sleeps or is about to; whoever resets it rings.
+    /// 1: the owner sleeps or is about to; the side that resets it rings.
     parked: Line<Parked>,
     /// Grows as long as the owner runs.
     heartbeat: Line<AtomicU64>,
@@ -61,12 +61,12 @@ impl Bell {
         Ok(Self { memory, event, mapping, guard: Guard::new() })
     }
 
-    /// The descriptors that a peer needs to ring: the page and the eventfd.
+    /// Returns the descriptors that a peer needs to ring: the page and the eventfd.
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
         [self.memory.as_fd(), self.event.as_fd()]
     }
 
-    /// The eventfd, to wait on.
+    /// Returns the eventfd, to wait on.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
@@ -85,7 +85,7 @@ impl Bell {
         self.page().parked.0.unpark();
     }
 
-    /// Whether the owner asks to be rung.
+    /// Returns whether the owner asks to be rung.
     pub fn parked(&self) -> bool {
         self.page().parked.0.is_set()
     }
@@ -105,7 +105,7 @@ impl Bell {
     pub fn ring(&self) -> Result<()> {
         self.guard.check()?;
         match write(&self.event, &1_u64.to_ne_bytes()) {
-            // Full means that nobody answered 2^64 rings yet: it is rung.
+            // Full means 2^64 unanswered rings, so it is rung.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(source) => Err(Error::System { call: "write", source }),
         }
@@ -133,7 +133,7 @@ impl Bell {
         }
     }
 
-    /// Whether the owner left in order.
+    /// Returns whether the owner left in order.
     pub fn closed(&self) -> bool {
         self.page().closed.0.load(Ordering::Acquire) != 0
     }

@@ -28,7 +28,7 @@ pub enum Error {
         /// Bytes found.
         actual: u64,
     },
-    /// Another process has something else than was announced, or what was announced is in another namespace.
+    /// The other process has another object than the announced one, or it is in another namespace.
     #[error("descriptor {descriptor} of process {pid} is not the region that was announced")]
     AnotherRegion {
         /// The process.

@@ -3,8 +3,8 @@
 
 //! Detects a fork at the cost of one load.
 //!
-//! A page that the kernel wipes in forked children holds a token; whoever remembers another token was created in
-//! another process. Where the kernel cannot wipe (old sandboxes) the process id is asked for each time instead.
+//! A page that the kernel wipes in forked children holds a token; an object that remembers another token was created
+//! in another process. Where the kernel cannot wipe (old sandboxes) the process id is asked for each time instead.
 
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
@@ -52,17 +52,17 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// A guard of this process.
+    /// Returns a guard of this process.
     pub fn new() -> Self {
         Self { token: token() }
     }
 
-    /// Whether this is still the process of [`Guard::new`].
+    /// Returns whether this is still the process of [`Guard::new`].
     pub fn intact(&self) -> bool {
         self.token == token()
     }
 
-    /// As [`Guard::intact`], for `?`.
+    /// Like [`Guard::intact`], for `?`.
     ///
     /// # Errors
     /// `Forked` in a child.

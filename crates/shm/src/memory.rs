@@ -15,7 +15,7 @@ use rustix::mm::{
 
 use crate::{Error, Result};
 
-/// Bytes of a page.
+/// Returns the bytes of a page.
 pub(crate) fn page() -> usize {
     rustix::param::page_size()
 }
@@ -55,7 +55,7 @@ impl Mapping {
         owned(base.map_err(Error::of("mmap"))?, len)
     }
 
-    /// One private page that reads as zeros in a forked child; fails where the kernel cannot.
+    /// Returns one private page that reads as zeros in a forked child; fails where the kernel cannot.
     pub(crate) fn wiped_on_fork() -> Result<Self> {
         let len = page();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -89,7 +89,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// The atomics at the start of the first page.
+    /// Returns the atomics at the start of the first page.
     pub(crate) fn head<T: Shared>(&self) -> &T {
         const { assert!(size_of::<T>() <= 4096 && align_of::<T>() <= 4096) };
         // SAFETY: every mapping starts on a page boundary and has at least one page, `T` fits in it (asserted) and is

@@ -7,8 +7,8 @@
 //! memfd    | nonce, retired | data ......... |
 //! ```
 //!
-//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of the
-//! same user only. Process numbers differ between containers; so what was opened counts only if it holds the nonce.
+//! A process with the [`RegionCard`] opens the descriptor through `/proc`, which the kernel allows to processes of
+//! the same user only. Process numbers differ between containers; so opened memory counts only if it holds the nonce.
 #![expect(unsafe_code, reason = "declares that a page of atomics may be shared")]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -32,7 +32,7 @@ struct Head {
 // SAFETY: atomics only.
 unsafe impl Shared for Head {}
 
-/// Where a region is found, and how it is known to be the one.
+/// The place of a region, and the proof that it is the right one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RegionCard {
     /// The owner's process.
@@ -116,7 +116,7 @@ impl Region {
         self.mapping.head()
     }
 
-    /// The card that others need to map it.
+    /// Returns the card that others need to map it.
     pub fn card(&self) -> &RegionCard {
         &self.card
     }
@@ -126,17 +126,17 @@ impl Region {
         self.mapping.data(0)
     }
 
-    /// Whether it is no longer its owner's memory: there is no use for it but to unmap it.
+    /// Returns whether it is no longer its owner's memory: there is no use for it but to unmap it.
     pub fn retired(&self) -> bool {
         self.head().retired.load(Ordering::Acquire) != 0
     }
 
-    /// Whether others may be told of it: by its owner, in the process that created it.
+    /// Returns whether it may be announced to others: by its owner, in the process that created it.
     pub fn is_shareable(&self) -> bool {
         self.file.is_some() && self.guard.intact() && !self.retired()
     }
 
-    /// Whether this is the process that mapped it, and no child of it.
+    /// Returns whether this is the process that mapped it, and no child of it.
     pub fn is_intact(&self) -> bool {
         self.guard.intact()
     }
@@ -145,7 +145,7 @@ impl Region {
     /// seen here, and what they read does not change any more. Nobody here may write to it meanwhile.
     ///
     /// # Errors
-    /// `System`; it is shared as before, though nobody is to use it.
+    /// `System`; it is shared as before, but must not be used.
     pub fn detach(&self) -> Result<()> {
         self.guard.check()?;
         if self.file.is_none() || self.head().retired.swap(1, Ordering::AcqRel) != 0 {

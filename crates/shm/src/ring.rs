@@ -4,7 +4,7 @@
 //! Rings for one producer and one consumer, mapped twice back to back so that every window is contiguous.
 //!
 //! Positions count bytes since the beginning and wrap with the word; used space is `tail - head`. Each side keeps its
-//! own position privately and only publishes it, so that a peer can confuse nobody but itself (`SHM-3`).
+//! own position privately and only publishes it, so that a peer can confuse only itself (`SHM-3`).
 
 #![expect(unsafe_code, reason = "hands out windows of mapped memory as slices")]
 
@@ -127,12 +127,12 @@ impl Producer {
         Self { ring, tail: 0, offset: 0, granted: 0 }
     }
 
-    /// Bytes the ring holds.
+    /// Returns the bytes the ring holds.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
 
-    /// All free space. When the ring is not empty the consumer is asked to tell of its next release.
+    /// Returns all free space. If the ring is not empty, the consumer is asked to signal its next release.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.
@@ -144,10 +144,10 @@ impl Producer {
             used = self.ring.used(self.tail, cursors.want())?;
         }
         self.granted = self.ring.capacity - used;
-        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the mapping,
-        // which lives as long as `self`. The consumer reads only up to the published tail, and there is one producer
-        // (SHM-2), so nobody else touches these bytes while `self` is borrowed; no two of them are the same memory,
-        // because the mirror repeats only after `capacity`.
+        // SAFETY: `offset < capacity` and `granted <= capacity`, so the range lies in the doubled data of the
+        // mapping, which lives as long as `self`. The consumer reads only up to the published tail, and there is one
+        // producer (SHM-2), so no other code touches these bytes while `self` is borrowed; no two of them are the
+        // same memory, because the mirror repeats only after `capacity`.
         Ok(unsafe { slice::from_raw_parts_mut(self.ring.mapping.data(self.offset), self.granted) })
     }
 
@@ -173,7 +173,7 @@ impl Producer {
         self.ring.used(self.tail, self.ring.cursors().released())
     }
 
-    /// Whether the consumer was dropped.
+    /// Returns whether the consumer was dropped.
     pub fn closed(&self) -> bool {
         self.ring.half(CONSUMER).closed.load(Ordering::Acquire) != 0
     }
@@ -192,7 +192,7 @@ impl Drop for Producer {
     }
 }
 
-/// The receiving half. Dropping it tells the producer that nobody reads any more.
+/// The receiving half. Dropping it tells the producer that there is no reader any more.
 #[derive(Debug)]
 pub struct Consumer {
     ring: Arc<Ring>,
@@ -211,12 +211,12 @@ impl Consumer {
         Self { ring, head: 0, offset: 0, granted: 0 }
     }
 
-    /// Bytes the ring holds.
+    /// Returns the bytes the ring holds.
     pub fn capacity(&self) -> usize {
         self.ring.capacity
     }
 
-    /// All bytes that are committed and not released.
+    /// Returns all bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`, `Forked`.
@@ -229,10 +229,10 @@ impl Consumer {
         Ok(unsafe { slice::from_raw_parts(self.ring.mapping.data(self.offset), self.granted) })
     }
 
-    /// As [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
+    /// Like [`window`](Self::window), to change the bytes where they lie: they are the consumer's until it releases them.
     ///
     /// # Errors
-    /// As `window`.
+    /// Like `window`.
     pub fn window_mut(&mut self) -> Result<&mut [u8]> {
         let bytes = self.window()?.len();
         // SAFETY: the range of `window`, borrowed from `self` alone. The producer of this process never touches what it
@@ -254,7 +254,7 @@ impl Consumer {
         Ok(self.ring.cursors().release(self.head))
     }
 
-    /// Bytes that are committed and not released.
+    /// Returns the bytes that are committed and not released.
     ///
     /// # Errors
     /// `Corrupt`.
@@ -262,14 +262,14 @@ impl Consumer {
         self.ring.used(self.ring.cursors().committed(), self.head)
     }
 
-    /// Whether the producer was dropped; what it had committed is still there.
+    /// Returns whether the producer was dropped; what it had committed is still there.
     pub fn closed(&self) -> bool {
         self.ring.half(PRODUCER).closed.load(Ordering::Acquire) != 0
     }
 }
 
 impl Consumer {
-    /// Tells the producer that nobody reads any more; a drop does the same.
+    /// Tells the producer that there is no reader any more; a drop does the same.
     pub fn close(&self) {
         self.ring.close(CONSUMER);
     }
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_empty_ring_begins_anew_and_loses_nothing_by_it() {
+    fn only_an_empty_ring_begins_again_and_loses_nothing_by_it() {
         let (mut producer, mut consumer) = private(4096).unwrap();
         let start = producer.window().unwrap().as_ptr();
         producer.commit(100).unwrap();

@@ -76,12 +76,12 @@ impl Segment {
         capacity.max(1).checked_next_multiple_of(page()).unwrap_or(capacity)
     }
 
-    /// Bytes of a whole segment; the largest number there is for what no segment can have.
+    /// Returns the bytes of a whole segment; the largest number there is for what no segment can have.
     pub fn size(rings: usize, capacity: usize) -> u64 {
         (page() as u64).saturating_add(Self::round(capacity) as u64).saturating_mul(rings as u64)
     }
 
-    /// Bytes one ring holds.
+    /// Returns the bytes one ring holds.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
@@ -112,7 +112,7 @@ impl Segment {
     }
 }
 
-/// The rounded capacity of a segment that can be.
+/// Returns the rounded capacity of a segment that can be.
 fn checked(rings: usize, capacity: usize) -> Result<usize> {
     if rings > MOST || capacity > LARGEST {
         return Err(Error::System { call: "memfd_create", source: Errno::FBIG });

@@ -36,7 +36,7 @@ impl Cursors {
         self.tail.0.load(Ordering::Acquire)
     }
 
-    /// Producer: asks to hear of the next release, and says what is released by now.
+    /// Producer: asks for a signal at the next release, and returns the bytes released so far.
     pub(crate) fn want(&self) -> usize {
         self.wanted.0.store(1, Ordering::Relaxed);
         // Pairs with the fence in `release`: either it sees `wanted`, or we see its new head.
@@ -76,7 +76,7 @@ impl Parked {
         self.0.store(0, Ordering::SeqCst);
     }
 
-    /// Whether the owner asks to be rung.
+    /// Returns whether the owner asks to be rung.
     pub(crate) fn is_set(&self) -> bool {
         self.0.load(Ordering::SeqCst) != 0
     }
@@ -135,7 +135,7 @@ mod tests {
             }
         }
 
-        /// Sleeps until `ready`; loom reports it when nobody ever wakes us.
+        /// Sleeps until `ready`; loom reports a thread that is never woken.
         fn sleep_until(&self, ready: impl Fn(&Cursors) -> bool) {
             loop {
                 self.parked.park();

@@ -55,7 +55,7 @@ fn a_process_with_the_card_maps_the_same_memory_and_keeps_no_descriptor() {
 }
 
 #[test]
-fn shm_6_what_is_detached_keeps_its_place_and_bytes_and_is_nobody_elses() {
+fn shm_6_detached_memory_keeps_its_place_and_bytes_and_is_not_shared() {
     let _alone = alone();
     let owner = Region::create(10_000).unwrap();
     let peer = Region::open(owner.card()).unwrap();

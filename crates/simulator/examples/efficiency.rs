@@ -17,7 +17,7 @@ const GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
 /// Changes a cluster.
 type Change = fn(&mut Cluster);
 
-/// What is left out, to see what limits.
+/// Changes that leave something out, to find the limit.
 const LIMITS: [(&str, Change); 5] = [
     ("as it is", |_| {}),
     ("messages cost nothing", |cluster| cluster.message = Duration::ZERO),

@@ -38,7 +38,7 @@ pub struct Allreduce {
 }
 
 impl Allreduce {
-    /// Bytes of the tensor per second.
+    /// Returns the bytes of the tensor per second.
     pub fn rate(&self) -> f64 {
         crate::events::float(self.bytes) / self.time.as_secs_f64().max(1e-12)
     }
@@ -69,17 +69,17 @@ impl<'a> Collective<'a> {
         })
     }
 
-    /// The cluster.
+    /// Returns the cluster.
     pub fn cluster(&self) -> &'a Cluster {
         self.cluster
     }
 
-    /// Bytes of a ring between two ranks.
+    /// Returns the bytes of a ring between two ranks.
     pub fn ring_bytes(&self) -> usize {
         self.capacity
     }
 
-    /// The schedule of an allreduce.
+    /// Returns the schedule of an allreduce.
     ///
     /// # Errors
     /// `Cluster` when rings are too small for it.
@@ -93,7 +93,7 @@ impl<'a> Collective<'a> {
         Plan::new(&self.places, bytes, WIDTH, self.capacity, &self.crossover).ok_or_else(too_small)
     }
 
-    /// How long it takes.
+    /// Simulates an allreduce.
     ///
     /// # Errors
     /// `Messages` when there are too many for hosts that are not alike.

@@ -41,7 +41,7 @@ pub struct Cluster {
     pub loss: f64,
     /// Hosts that are slower than the others.
     pub stragglers: u32,
-    /// How many times longer a slow host takes for everything its processors do.
+    /// Factor by which all work of its processors takes longer on a slow host.
     pub slowdown: f64,
     /// The rate at which one core copies.
     pub copy_rate: f64,
@@ -60,7 +60,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// A cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of `docs/performance.md` and
+    /// Returns a cluster of 25 Gbit/s with a latency of 20 us. The rates of cores are those of `docs/performance.md`
+    /// and
     /// `docs/developer-guide/network-security.md`; the others are assumptions.
     ///
     /// # Errors
@@ -89,7 +90,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Whether it can be simulated.
+    /// Returns whether it can be simulated.
     ///
     /// # Errors
     /// `Cluster` naming the fact that is wrong.
@@ -132,12 +133,12 @@ impl Cluster {
         Ok(())
     }
 
-    /// Ranks of a host.
+    /// Returns the ranks of a host.
     pub fn local(&self) -> u32 {
         self.ranks / self.hosts.max(1)
     }
 
-    /// The host of every rank.
+    /// Returns the host of every rank.
     pub fn places(&self) -> Vec<u32> {
         (0..self.ranks).map(|rank| rank / self.local().max(1)).collect()
     }
@@ -153,7 +154,7 @@ impl Cluster {
         f64::from(self.mtu) - HEADERS
     }
 
-    /// The world that forms on it, seen from rank 0; nothing when there is no rank.
+    /// Returns the world that forms on it, seen from rank 0; nothing when there is no rank.
     pub(crate) fn formed(&self, arrival: impl Fn(u32) -> Duration) -> Option<outline::Formed> {
         let host =
             |task: u32| HostHash(format!("node-{:04}-{:016x}", task / self.local(), task / self.local()));
@@ -168,7 +169,7 @@ impl Cluster {
     }
 }
 
-/// Bytes per second of so many Gbit/s.
+/// Returns the bytes per second of so many Gbit/s.
 fn gigabits(number: f64) -> f64 {
     number * 1e9 / 8.0
 }

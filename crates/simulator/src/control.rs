@@ -13,7 +13,7 @@ use crate::{Cluster, Result};
 /// Processor time of a control message between processes of a host, as part of that of one between hosts.
 const NEAR: f64 = 0.1;
 
-/// How long a round takes when all ranks announce at the same time.
+/// The time of a round in which all ranks announce at the same time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Control {
     /// Until the coordinator knows that all ranks are ready.
@@ -34,7 +34,7 @@ struct Tree<'a> {
 }
 
 impl Control {
-    /// A round on a cluster.
+    /// Returns a round on a cluster.
     ///
     /// # Errors
     /// `Cluster`.
@@ -72,7 +72,7 @@ impl Tree<'_> {
         }
     }
 
-    /// When member 0 has heard of all: whoever is above takes in one announcement after the other.
+    /// Returns the time at which member 0 has heard of all: a parent takes in one announcement after the other.
     fn up(&self) -> f64 {
         let mut ready = vec![0.0f64; self.children.len()];
         // A parent's number is lower than its children's.
@@ -88,7 +88,8 @@ impl Tree<'_> {
         ready.first().copied().unwrap_or_default()
     }
 
-    /// When the last member has the list: whoever gets it sends it on before anything else, to one child after the other.
+    /// Returns the time at which the last member has the list: each parent sends it first, to one child after the
+    /// other.
     fn down(&self) -> f64 {
         let mut have = vec![0.0f64; self.children.len()];
         for member in 0..self.children.len() {

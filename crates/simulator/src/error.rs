@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Why there is no answer.
+//! The reason why a simulation has no result.
 
 use farandole_world::Fault;
 
@@ -15,7 +15,7 @@ pub enum Error {
     /// The cluster cannot be.
     #[error("{what} must be {expected}: {value}")]
     Cluster {
-        /// Which of its facts.
+        /// Name of the fact.
         what: &'static str,
         /// The expected value.
         expected: &'static str,
@@ -50,7 +50,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The reactions that are open to the caller.
+    /// Returns the reactions that are open to the caller.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => Fault::Usage,

@@ -90,7 +90,7 @@ struct Run<'a> {
     /// The steps that come after each, one list after the other.
     next: Vec<u32>,
     starts: Vec<u32>,
-    /// Where what a step sends is received.
+    /// Receiver of each step's send.
     partner: Vec<u32>,
     /// The work of each rank's core, and its queue.
     cores: Vec<Core>,
@@ -261,7 +261,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The steps that come after each: those of step `k` are from `starts[k]` on.
+/// Returns the steps that come after each: those of step `k` are from `starts[k]` on.
 fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
     let mut next = vec![0; starts.last().copied().unwrap_or_default() as usize];
     let mut filled = starts.to_vec();
@@ -279,7 +279,7 @@ fn followers(scene: &Scene<'_>, starts: &[u32]) -> Vec<u32> {
     next
 }
 
-/// Where each send is received: the first send from one rank to another by the first receive, and so on.
+/// Returns the receiver of each send: the first send from one rank to another by the first receive, and so on.
 fn partners(actions: &[Action], ranks: &[u32], receives: &HashMap<(u32, u32), Vec<usize>>) -> Vec<u32> {
     let mut sent: HashMap<(u32, u32), usize> = HashMap::new();
     let mut partner = |rank: u32, to: u32| {
@@ -299,7 +299,7 @@ fn index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// Bytes as a number to compute with; whole up to 2^53.
+/// Returns the bytes as a number to compute with; whole up to 2^53.
 #[expect(clippy::cast_precision_loss, reason = "no message is that long")]
 pub(crate) fn float(bytes: u64) -> f64 {
     bytes as f64

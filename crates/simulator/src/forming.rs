@@ -20,7 +20,7 @@ const CONNECT: f64 = 2.0;
 /// Round trips of a connection between ranks: TCP, the challenge, and the proof of the job's key.
 const LINK: f64 = 3.0;
 
-/// What forming a world takes. Starting processes is not part of it.
+/// The time to form a world. Starting processes is not part of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Forming {
     /// Calls at the registrar.
@@ -42,7 +42,7 @@ pub struct Forming {
 }
 
 impl Forming {
-    /// A world on a cluster whose registrar runs on one core of a host of its own.
+    /// Returns a world on a cluster whose registrar runs on one core of a host of its own.
     ///
     /// # Errors
     /// `Cluster`.

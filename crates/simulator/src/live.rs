@@ -181,7 +181,7 @@ impl LinkReceiver for Receiver {
     }
 }
 
-/// An allreduce of `float32` zeros by real communicators, whose rings hold `capacity` bytes.
+/// Returns an allreduce of `float32` zeros by real communicators, whose rings hold `capacity` bytes.
 ///
 /// # Errors
 /// `Collectives` when one fails, `Stuck` when all wait for each other.
@@ -247,7 +247,7 @@ fn link(wires: &Shared, places: &[u32], (rank, peer): (usize, usize), capacity: 
     Link { peer: number(peer), kind, capacity, sender: Box::new(sender), receiver: Box::new(receiver) }
 }
 
-/// Polls everybody until nobody moves, then lets time pass, until nothing is on its way.
+/// Polls all members until none moves, then lets time pass, until no message is on its way.
 fn drive(communicators: &mut [HostCommunicator], wires: &Shared) -> Result<()> {
     let mut completed = Vec::new();
     loop {

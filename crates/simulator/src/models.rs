@@ -13,7 +13,7 @@ const BYTES: u64 = 4;
 /// One tensor of parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
-    /// Where it is in the model.
+    /// Place in the model.
     pub name: String,
     /// Bytes of its gradient.
     pub bytes: u64,
@@ -28,9 +28,9 @@ pub struct Model {
     pub name: &'static str,
     /// In the order of the forward pass.
     pub layers: Vec<Layer>,
-    /// Passes on one GPU, unless somebody says otherwise.
+    /// Passes on one GPU, by default.
     pub timing: Timing,
-    /// Where these times come from.
+    /// Source of these times.
     pub source: &'static str,
 }
 
@@ -38,7 +38,7 @@ impl Model {
     /// Their names.
     pub const NAMES: [&'static str; 3] = ["resnet50", "bert-large", "vgg16"];
 
-    /// The model of a name.
+    /// Returns the model of a name.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "resnet50" => Some(resnet50()),
@@ -48,7 +48,7 @@ impl Model {
         }
     }
 
-    /// Bytes of all gradients.
+    /// Returns the bytes of all gradients.
     pub fn bytes(&self) -> u64 {
         self.layers.iter().map(|layer| layer.bytes).sum()
     }
@@ -82,8 +82,8 @@ impl Stack {
     }
 }
 
-/// The time of a step of so many examples at a rate: a third of it is the forward pass, as the backward pass computes
-/// gradients of inputs and of weights.
+/// Returns the time of a step of so many examples at a rate: a third of it is the forward pass, as the backward pass
+/// computes gradients of inputs and of weights.
 fn timing(examples: f64, rate: f64) -> Timing {
     let step = examples / rate;
     Timing {

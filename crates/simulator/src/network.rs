@@ -5,15 +5,15 @@
 
 use crate::Cluster;
 
-/// The least time after which Linux sends a lone packet again that nobody has acknowledged.
+/// The least time after which Linux sends an unacknowledged lone packet again.
 const TIMEOUT: f64 = 0.2;
 /// The time that Linux waits, besides two round trips, before it probes for the loss of the last of several packets.
 const PROBE: f64 = 0.008;
 
-/// Memory and interfaces. Whoever takes them must come in the order of time.
+/// Memory and interfaces. Callers must come in the order of time.
 pub(crate) struct Network {
     cluster: Cluster,
-    /// Until when each is taken, by host; interfaces in both directions.
+    /// Time at which each becomes free, by host; interfaces in both directions.
     memory: Vec<f64>,
     out: Vec<f64>,
     incoming: Vec<f64>,
@@ -50,7 +50,7 @@ impl Network {
         Cost { core, memory: bytes }
     }
 
-    /// When a core is done with something that it begins now.
+    /// Returns the time at which a core ends a task that it begins now.
     pub(crate) fn work(&mut self, now: f64, host: usize, slow: bool, cost: Cost) -> f64 {
         let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
         let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
@@ -58,14 +58,15 @@ impl Network {
         memory.max(now + cost.core * slowdown)
     }
 
-    /// Puts a message on its way: when its head is at the other host.
+    /// Sends a message, and returns the time at which its head is at the other host.
     pub(crate) fn depart(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
         let start = self.out[host].max(now);
         self.out[host] = start + self.airtime(bytes);
         start + self.cluster.latency.as_secs_f64()
     }
 
-    /// The head of a message is there: when all of it is. Messages of several senders wait for each other.
+    /// The head of a message has arrived: returns the time at which all of it has. Messages of several senders wait
+    /// for each other.
     pub(crate) fn arrive(&mut self, now: f64, host: usize, bytes: f64) -> f64 {
         let end = self.incoming[host].max(now) + self.airtime(bytes);
         self.incoming[host] = end;
@@ -76,7 +77,7 @@ impl Network {
         bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
     }
 
-    /// How much later a message comes because packets of it were lost; `chance` is a number for it from 0 to 1.
+    /// Returns the delay of a message whose packets were lost; `chance` is a number for it from 0 to 1.
     pub(crate) fn retransmission(&self, bytes: f64, messages: f64, chance: f64) -> f64 {
         let arrives = 1.0 - self.cluster.loss;
         if arrives >= 1.0 {
@@ -84,7 +85,7 @@ impl Network {
         }
         let packets = (bytes / self.cluster.segment()).ceil().max(messages);
         if chance < 1.0 - arrives.powf(messages) {
-            // Nothing comes after a last packet that would tell of its loss.
+            // No packet after the last one would show its loss.
             if packets > messages { PROBE + 4.0 * self.cluster.latency.as_secs_f64() } else { TIMEOUT }
         } else if chance < 1.0 - arrives.powf(packets) {
             2.0 * self.cluster.latency.as_secs_f64()
@@ -94,7 +95,7 @@ impl Network {
     }
 }
 
-/// A number from 0 to 1 for each message: the same in every run.
+/// Returns a number from 0 to 1 for each message: the same in every run.
 pub(crate) fn chance(message: u64) -> f64 {
     // SplitMix64.
     let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -3,7 +3,7 @@
 
 //! Scaling efficiencies that others have published.
 
-/// A measurement of somebody else.
+/// A published measurement of others.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Published {
     /// The trained model.

@@ -11,7 +11,7 @@ use farandole_engine::outline;
 use crate::events::float;
 use crate::{Collective, Control, Model, Result};
 
-/// Passes on one rank that waits for nobody.
+/// Passes on one rank without waits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
     /// The forward pass, and the update of parameters.
@@ -41,7 +41,7 @@ impl Step {
         self.alone.as_secs_f64() / self.time.as_secs_f64().max(1e-12)
     }
 
-    /// A step of a model.
+    /// Returns a step of a model.
     ///
     /// # Errors
     /// Those of [`Collective::simulate`].
@@ -58,7 +58,7 @@ impl Step {
             let (time, reducing) = (alone, Duration::ZERO);
             return Ok(Self { time, alone, reducing, lists: 0, operations: 0 });
         }
-        // Everybody waits for the slowest.
+        // All ranks wait for the slowest.
         let slowdown = if cluster.stragglers > 0 { cluster.slowdown } else { 1.0 };
         let forward = timing.forward.as_secs_f64() * slowdown;
         let backward = timing.backward.as_secs_f64() * slowdown;
@@ -96,8 +96,8 @@ impl Step {
     }
 }
 
-/// When each gradient is ready, from the beginning of the backward pass, and its bytes: the last layers come first, and
-/// each takes its share of the pass by its multiplications.
+/// Returns the time at which each gradient is ready, from the beginning of the backward pass, and its bytes: the last
+/// layers come first, and each takes its share of the pass by its multiplications.
 fn gradients(model: &Model, backward: f64) -> Vec<(f64, u64)> {
     let all = float(model.layers.iter().map(|layer| layer.work).sum::<u64>().max(1));
     let mut done = 0;

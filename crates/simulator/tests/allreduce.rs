@@ -11,7 +11,7 @@ use farandole_collectives::{Algorithm, Crossover};
 use farandole_config::Config;
 use farandole_simulator::{Allreduce, Cluster, Collective, Control, Model, Step, live};
 
-/// What something slower may gain because events come in another order: steps queue at cores and interfaces.
+/// Permitted gain of something slower, because events come in another order: steps queue at cores and interfaces.
 const ANOMALY: f64 = 0.9;
 
 fn config() -> Config {

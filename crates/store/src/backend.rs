@@ -19,8 +19,8 @@ use crate::wait::Waiter;
 /// The memory stores of this process, by name.
 static MEMORY: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
 
-/// What makes a remote backend: two stores that agree in it share connections. The process is part of it, since a
-/// forked child can use none of its parent's connections.
+/// The identity of a remote backend: two stores with the same one share connections. The process is part of it, since
+/// a forked child can use none of its parent's connections.
 type Recipe = (u32, String, Options);
 
 /// The remote backends of this process.
@@ -36,7 +36,7 @@ pub(crate) enum Backend {
 }
 
 impl Backend {
-    /// The backend of a location; nothing is touched yet.
+    /// Returns the backend of a location; nothing is touched yet.
     ///
     /// # Errors
     /// Options that the backend does not have.
@@ -49,8 +49,8 @@ impl Backend {
             }
             Location::Remote { service, root, .. } => {
                 let backend = Self::Remote(*service, root.clone(), options::of(&location.url()));
-                // Wrong options are said here, not at the first read somewhere else. HDFS looks for its name node when it
-                // opens: that is for those who read or write.
+                // Wrong options are said here, not at the first read somewhere else. HDFS looks for its name node
+                // when it opens, so only readers and writers open it.
                 if *service != Service::Hdfs {
                     backend.get()?;
                 }
@@ -59,10 +59,10 @@ impl Backend {
         })
     }
 
-    /// The backend of requests.
+    /// Returns the backend of requests.
     ///
     /// # Errors
-    /// As [`Backend::of`].
+    /// Like [`Backend::of`].
     pub(crate) fn get(&self) -> Result<Arc<dyn ObjectStore>> {
         match self {
             Self::Here(backend) => Ok(Arc::clone(backend)),
@@ -79,7 +79,7 @@ impl Backend {
         }
     }
 
-    /// How to wait for it.
+    /// Returns its way of waiting.
     pub(crate) fn waiter(&self) -> Waiter {
         match self {
             Self::Here(_) => Waiter::Here,

@@ -75,7 +75,7 @@ pub enum Error {
         action: &'static str,
         /// The whole path.
         path: String,
-        /// How long it was waited for.
+        /// Time of the wait.
         patience: std::time::Duration,
     },
     /// A local directory that cannot be removed.
@@ -104,7 +104,7 @@ pub enum Fault {
 }
 
 impl Error {
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::Url { .. } | Self::Scheme { .. } | Self::Option { .. } | Self::Ended { .. } => Fault::Usage,
@@ -133,7 +133,7 @@ impl Error {
     }
 }
 
-/// The kind of the I/O error at the bottom of the chain.
+/// Returns the kind of the I/O error at the bottom of the chain.
 fn io_kind(error: &object_store::Error) -> Option<std::io::ErrorKind> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {

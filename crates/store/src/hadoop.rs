@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! HDFS as patient as the other services: what passes (name nodes that change places, connections that break) is asked
-//! again with growing pauses, every answer has a deadline, and refusals say who refused without a stack of Java.
+//! HDFS as patient as the other services: what passes (name nodes that change places, connections that break) is
+//! asked again with growing pauses, every answer has a deadline, and refusals name the service without a Java stack.
 
 use std::fmt;
 use std::ops::Range;
@@ -42,8 +42,8 @@ const PASSING: [&str; 4] = ["StandbyException", "RetriableException", "SafeModeE
 /// Errors of name nodes about missing permissions.
 const REFUSALS: [&str; 2] = ["AccessControlException", "AuthorizationException"];
 
-/// The process whose reads have left connections to data nodes behind, which the client keeps for a while and hands to
-/// whoever reads next, in forked children too; 0 before the first.
+/// The process whose reads have left connections to data nodes behind, which the client keeps for a while and gives
+/// to the next reader, in forked children, too; 0 before the first.
 static READER: AtomicU32 = AtomicU32::new(0);
 
 /// Refuses to read by connections that belong to the process this one was forked from: both would wait for ever.
@@ -58,7 +58,7 @@ fn check_reader() -> Result<()> {
     }
 }
 
-/// Whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
+/// Returns whether a file is called as uploads to HDFS are before their end: `.name.tmp.1`.
 pub(crate) fn is_leaving(name: &str) -> bool {
     let number = name.strip_prefix('.').and_then(|name| name.rsplit_once(".tmp.")).map(|(_, number)| number);
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
@@ -68,9 +68,9 @@ pub(crate) fn is_leaving(name: &str) -> bool {
 #[derive(Debug)]
 pub(crate) struct Patient<S> {
     inner: Arc<S>,
-    /// How long what passes is waited for.
+    /// Longest wait for a transient failure to pass.
     patience: Duration,
-    /// How long an answer without data may take.
+    /// Longest time for an answer without data.
     answer: Duration,
 }
 
@@ -110,7 +110,7 @@ impl<S: ObjectStore> Patient<S> {
     }
 }
 
-/// The error of HDFS, if it is one.
+/// Returns the error of HDFS, if it is one.
 fn said(error: &Error) -> Option<&HdfsError> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {
@@ -122,7 +122,7 @@ fn said(error: &Error) -> Option<&HdfsError> {
     None
 }
 
-/// Whether the same question may have another answer soon.
+/// Returns whether the same question may have another answer soon.
 fn passes(error: &Error) -> bool {
     use std::io::ErrorKind;
     match said(error) {
@@ -150,7 +150,7 @@ fn generic(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error
     Error::Generic { store: "HDFS", source: source.into() }
 }
 
-/// The error as the other services would put it.
+/// Returns the error as the other services would put it.
 pub(crate) fn told(error: Error) -> Error {
     let path = String::new();
     match said(&error) {
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_who_create_one_does_though_its_answer_was_lost() {
+    async fn of_many_creators_one_succeeds_though_its_answer_was_lost() {
         let lossy = Moody { after: true, ..Moody::default() };
         let store = Patient::new(lossy, "hdfs://service");
         let (at, create) = (Path::from("lease"), PutOptions::from(PutMode::Create));
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refusals_are_told_at_once_as_other_services_tell_them() {
+    async fn refusals_are_reported_at_once_like_those_of_other_services() {
         let store = Patient::new(Moody::default(), "hdfs://service");
         let at = Path::from("x");
         let class = "org.apache.hadoop.security.AccessControlException";
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn leavings_of_uploads_are_told_from_files() {
+    fn rests_of_uploads_are_distinguished_from_files() {
         assert!(is_leaving(".part-0.parquet.tmp.12"));
         for file in ["part-0.tmp.1", ".x.tmp.", ".x.tmp.a1", ".x", ".tmp.1"] {
             assert!(!is_leaving(file), "{file}");

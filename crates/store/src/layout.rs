@@ -3,7 +3,7 @@
 
 //! Names of data and runs below a prefix.
 
-/// Where runs and prepared data are, as URLs or paths in the form of the prefix.
+/// Places of runs and prepared data, as URLs or paths in the form of the prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     prefix: String,
@@ -33,7 +33,7 @@ impl Layout {
     /// Subdirectory of a run with its logs.
     pub const LOGS: &'static str = "logs";
 
-    /// The layout below `prefix`; `places` replace the defaults.
+    /// Returns the layout below `prefix`; `places` replace the defaults.
     pub fn new(prefix: &str, places: Places) -> Self {
         let prefix = match prefix.trim_end_matches('/') {
             "" => prefix.to_owned(),
@@ -50,7 +50,7 @@ impl Layout {
         }
     }
 
-    /// The prefix.
+    /// Returns the prefix.
     pub fn prefix(&self) -> &str {
         &self.prefix
     }

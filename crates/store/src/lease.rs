@@ -31,10 +31,10 @@ use crate::store::{Item, Store};
 const LEASE: &str = "_lease-";
 const USE: &str = "_use-";
 
-/// How long a process counts that cannot be seen.
+/// Time for which a process counts that cannot be seen.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// How long a file counts that says nothing: it may just be about to be written.
+/// Time for which a file without content counts: it may just be about to be written.
 const WRITING: Duration = Duration::from_secs(60);
 
 /// Tells the uses of one process apart.
@@ -51,7 +51,7 @@ struct Holder {
     /// The process namespace, in which the number counts.
     #[serde(default)]
     namespace: Option<String>,
-    /// When it was started, in the kernel's ticks: numbers of processes are given out again.
+    /// Start time, in the kernel's ticks: process ids are used again.
     #[serde(default)]
     started: Option<u64>,
     /// Seconds since the epoch.
@@ -59,6 +59,9 @@ struct Holder {
     /// Seconds after that in which the process says again that it lives, where that is not a week.
     #[serde(default)]
     lasts: Option<f64>,
+    /// The job of the process, if another process of the job may take its lease.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    job: Option<String>,
 }
 
 impl Holder {
@@ -72,12 +75,24 @@ impl Holder {
             started: started(pid),
             time: seconds(now),
             lasts: lasts.map(|lasts| lasts.as_secs_f64()),
+            job: None,
         }
     }
 
+    /// Returns whether this is the present process.
+    fn is_this_process(&self) -> bool {
+        let me = Self::here(SystemTime::UNIX_EPOCH, None);
+        (&self.boot, self.pid, &self.namespace, self.started) == (&me.boot, me.pid, &me.namespace, me.started)
+    }
+
+    /// Returns whether another process of the same job left it, and so gives way to a process of `job`.
+    fn gives_way_to(&self, job: Option<&str>) -> bool {
+        job.is_some() && self.job.as_deref() == job && !self.is_this_process()
+    }
+
     fn lives(&self, now: SystemTime) -> bool {
-        // Another boot id is another host, or this one before it was started again, in which nobody lives; which of the
-        // two cannot be told, as hosts may have equal names.
+        // Another boot id is another host, or an earlier boot of this one, whose processes are gone. The two cannot
+        // be distinguished, because hosts may have equal names.
         let elsewhere = match (&self.boot, boot()) {
             (Some(theirs), Some(ours)) => *theirs != ours,
             _ => self.host != host(),
@@ -110,7 +125,7 @@ fn namespace() -> Option<String> {
     Some(std::fs::read_link("/proc/self/ns/pid").ok()?.display().to_string())
 }
 
-/// When a process was started; `None` when there is none, or only the remains of one.
+/// Returns the start time of a process; `None` if there is none, or only the remains of one.
 fn started(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The program's name, in brackets, may hold anything.
@@ -119,15 +134,15 @@ fn started(pid: u32) -> Option<u64> {
     (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
 }
 
-/// Whether the process that left `item` counts.
-fn counts(store: &Store, item: &Item, now: SystemTime) -> Result<bool> {
+/// Returns whether the process that left `item` counts for a process of `job`.
+fn counts(store: &Store, item: &Item, now: SystemTime, job: Option<&str>) -> Result<bool> {
     let text = match store.read(&item.name) {
         Ok(text) => text,
         Err(Error::Missing { .. }) => return Ok(false),
         Err(error) => return Err(error),
     };
     Ok(match serde_json::from_slice::<Holder>(&text) {
-        Ok(holder) => holder.lives(now),
+        Ok(holder) => holder.lives(now) && !holder.gives_way_to(job),
         // Another clock may be ahead of ours.
         Err(_) => {
             item.modified.is_some_and(|time| now.duration_since(time).map_or(true, |age| age < WRITING))
@@ -135,8 +150,8 @@ fn counts(store: &Store, item: &Item, now: SystemTime) -> Result<bool> {
     })
 }
 
-/// Files of some kinds, and whether they count.
-fn marks(store: &Store, kinds: &[&str], now: SystemTime) -> Result<Vec<(String, bool)>> {
+/// Files of some kinds, and whether they count for a process of `job`.
+fn marks(store: &Store, kinds: &[&str], now: SystemTime, job: Option<&str>) -> Result<Vec<(String, bool)>> {
     let items = match store.look("") {
         Ok(items) => items,
         Err(Error::Missing { .. }) => Vec::new(),
@@ -144,7 +159,11 @@ fn marks(store: &Store, kinds: &[&str], now: SystemTime) -> Result<Vec<(String, 
     };
     let named = |name: &str| name.ends_with(".json") && kinds.iter().any(|kind| name.starts_with(kind));
     let ours = |item: &Item| !item.is_directory && named(&item.name);
-    items.into_iter().filter(ours).map(|item| Ok((item.name.clone(), counts(store, &item, now)?))).collect()
+    items
+        .into_iter()
+        .filter(ours)
+        .map(|item| Ok((item.name.clone(), counts(store, &item, now, job)?)))
+        .collect()
 }
 
 fn number(name: &str) -> u64 {
@@ -152,28 +171,34 @@ fn number(name: &str) -> u64 {
     digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
 }
 
-fn here(now: SystemTime, lasts: Option<Duration>) -> Result<Bytes> {
-    let text = serde_json::to_vec(&Holder::here(now, lasts));
+fn here(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<Bytes> {
+    let text = serde_json::to_vec(&Holder { job: job.map(str::to_owned), ..Holder::here(now, lasts) });
     text.map(Bytes::from).map_err(|source| Error::Runtime { source: source.into() })
 }
 
-/// Takes the directory for this process alone: the name of its lease, or `None` when somebody uses the directory.
+/// Takes the directory for this process alone: the name of its lease, or `None` if the directory is in use.
 ///
-/// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week.
+/// Where the process cannot be seen, the lease counts for `lasts` after it was last renewed, or for a week. A process of
+/// a `job` takes the lease of another process of the same job, even of a living one.
 ///
 /// # Errors
 /// A backend that cannot be asked, or does not write.
-pub fn take(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
-    let found = marks(store, &[LEASE], now)?;
+pub fn take(
+    store: &Store,
+    now: SystemTime,
+    lasts: Option<Duration>,
+    job: Option<&str>,
+) -> Result<Option<String>> {
+    let found = marks(store, &[LEASE], now, job)?;
     if found.iter().any(|(_, lives)| *lives) {
         return Ok(None);
     }
     let next = found.iter().map(|(name, _)| number(name)).max().unwrap_or(0) + 1;
     let name = format!("{LEASE}{next}.json");
-    if !store.create(&name, here(now, lasts)?)? {
+    if !store.create(&name, here(now, lasts, job)?)? {
         return Ok(None);
     }
-    let others = marks(store, &[LEASE, USE], now)?;
+    let others = marks(store, &[LEASE, USE], now, job)?;
     if others.iter().any(|(other, lives)| *lives && (other.starts_with(USE) || number(other) > next)) {
         store.delete(&name)?;
         return Ok(None);
@@ -189,17 +214,17 @@ fn mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Strin
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
     let name = format!("{USE}{}-{count}-{nanoseconds:x}.json", std::process::id());
-    store.write(&name, here(now, lasts)?)?;
+    store.write(&name, here(now, lasts, None)?)?;
     Ok(name)
 }
 
-/// Uses the directory beside others: the name of the mark, or `None` when somebody has taken it.
+/// Uses the directory beside others: the name of the mark, or `None` if it is taken.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<Option<String>> {
     let name = mark(store, now, lasts)?;
-    if marks(store, &[LEASE], now)?.iter().any(|(_, lives)| *lives) {
+    if marks(store, &[LEASE], now, None)?.iter().any(|(_, lives)| *lives) {
         store.delete(&name)?;
         return Ok(None);
     }
@@ -209,7 +234,7 @@ pub fn share(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<
 /// Makes the own lease a use beside others.
 ///
 /// # Errors
-/// As [`take`].
+/// Like [`take`].
 pub fn settle(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     let name = mark(store, now, None)?;
     store.delete(lease)?;
@@ -226,23 +251,20 @@ pub fn renew(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
         Err(Error::Missing { .. }) => return Ok(false),
         Err(error) => return Err(error),
     };
-    let me = Holder::here(now, None);
     let Ok(found) = serde_json::from_slice::<Holder>(&text) else { return Ok(false) };
-    if (&found.boot, found.pid, &found.namespace, found.started)
-        != (&me.boot, me.pid, &me.namespace, me.started)
-    {
+    if !found.is_this_process() {
         return Ok(false);
     }
-    store.write(mark, here(now, found.lasts.map(Duration::from_secs_f64))?)?;
+    store.write(mark, here(now, found.lasts.map(Duration::from_secs_f64), found.job.as_deref())?)?;
     Ok(true)
 }
 
-/// Whether nobody uses the directory.
+/// Returns whether the directory is unused.
 ///
 /// # Errors
 /// A backend that cannot be asked.
 pub fn is_free(store: &Store, now: SystemTime) -> Result<bool> {
-    Ok(!marks(store, &[LEASE, USE], now)?.iter().any(|(_, lives)| *lives))
+    Ok(!marks(store, &[LEASE, USE], now, None)?.iter().any(|(_, lives)| *lives))
 }
 
 #[cfg(test)]
@@ -261,18 +283,18 @@ mod tests {
     fn one_takes_and_many_share_but_never_both() {
         let (store, now) = (store("both"), SystemTime::now());
         assert!(is_free(&store, now).unwrap());
-        let lease = take(&store, now, None).unwrap().unwrap();
-        assert_eq!(take(&store, now, None).unwrap(), None);
+        let lease = take(&store, now, None, None).unwrap().unwrap();
+        assert_eq!(take(&store, now, None, None).unwrap(), None);
         assert_eq!(share(&store, now, None).unwrap(), None);
         let first = settle(&store, &lease, now).unwrap();
         let second = share(&store, now, None).unwrap().unwrap();
         assert_ne!(first, second);
-        assert_eq!(take(&store, now, None).unwrap(), None);
+        assert_eq!(take(&store, now, None, None).unwrap(), None);
         assert!(!is_free(&store, now).unwrap());
         store.delete(&first).unwrap();
-        assert_eq!(take(&store, now, None).unwrap(), None);
+        assert_eq!(take(&store, now, None, None).unwrap(), None);
         store.delete(&second).unwrap();
-        assert_eq!(take(&store, now, None).unwrap().as_deref(), Some("_lease-1.json"));
+        assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-1.json"));
     }
 
     #[test]
@@ -285,7 +307,7 @@ mod tests {
             left(&store, "_lease-7.json", &dead);
             let taken: Vec<String> = std::thread::scope(|scope| {
                 let threads: Vec<_> =
-                    (0..4).map(|_| scope.spawn(|| take(&store, now, None).unwrap())).collect();
+                    (0..4).map(|_| scope.spawn(|| take(&store, now, None, None).unwrap())).collect();
                 threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
             });
             assert_eq!(taken.len(), 1, "{taken:?}");
@@ -304,7 +326,7 @@ mod tests {
             &Holder { started: me.started.map(|ticks| ticks + 1), ..Holder::here(now, None) },
         );
         assert!(is_free(&store, now).unwrap());
-        assert_eq!(take(&store, now, None).unwrap().as_deref(), Some("_lease-4.json"));
+        assert_eq!(take(&store, now, None, None).unwrap().as_deref(), Some("_lease-4.json"));
         let names: Vec<String> = store.look("").unwrap().into_iter().map(|item| item.name).collect();
         assert_eq!(names, ["_lease-4.json"], "what the dead left goes");
         store.delete("_lease-4.json").unwrap();
@@ -316,7 +338,7 @@ mod tests {
             Holder { namespace: Some("pid:[1]".to_owned()), pid: u32::MAX, ..Holder::here(now, None) },
         ] {
             left(&store, "_use-y.json", &unseen);
-            assert_eq!(take(&store, now, None).unwrap(), None);
+            assert_eq!(take(&store, now, None, None).unwrap(), None);
             assert!(is_free(&store, now + LONGEST + WRITING).unwrap());
         }
     }
@@ -325,15 +347,15 @@ mod tests {
     fn a_mark_that_says_nothing_counts_while_it_may_be_written() {
         let (store, now) = (store("half"), SystemTime::now());
         store.write("_lease-1.json", Bytes::new()).unwrap();
-        assert_eq!(take(&store, now, None).unwrap(), None);
-        assert!(take(&store, now + WRITING * 2, None).unwrap().is_some());
+        assert_eq!(take(&store, now, None, None).unwrap(), None);
+        assert!(take(&store, now + WRITING * 2, None, None).unwrap().is_some());
     }
 
     #[test]
     fn a_renewal_extends_a_lease_and_recreates_no_deleted_one() {
         let (store, now) = (store("renewed"), SystemTime::now());
         let lasts = Duration::from_secs(600);
-        let lease = take(&store, now, Some(lasts)).unwrap().unwrap();
+        let lease = take(&store, now, Some(lasts), None).unwrap().unwrap();
         let later = now + LONGEST;
         assert!(renew(&store, &lease, later).unwrap());
         let held: Holder = serde_json::from_slice(&store.read(&lease).unwrap()).unwrap();
@@ -346,5 +368,30 @@ mod tests {
         store.delete(&lease).unwrap();
         assert!(!renew(&store, &lease, later).unwrap());
         assert!(is_free(&store, later).unwrap());
+    }
+
+    #[test]
+    fn a_process_takes_the_lease_of_another_process_of_its_job_and_of_no_other() {
+        let (store, now) = (store("job"), SystemTime::now());
+        let lasts = Some(Duration::from_secs(600));
+        let elsewhere = |job: &str| Holder {
+            boot: Some("another".to_owned()),
+            job: Some(job.to_owned()),
+            ..Holder::here(now, lasts)
+        };
+        left(&store, "_lease-1.json", &elsewhere("mine"));
+        for other in [None, Some("another's")] {
+            assert_eq!(take(&store, now, lasts, other).unwrap(), None);
+        }
+        let lease = take(&store, now, lasts, Some("mine")).unwrap().unwrap();
+        assert_eq!(lease, "_lease-2.json");
+        assert!(!store.exists("_lease-1.json").unwrap(), "whoever had it learns that it is gone");
+        assert_eq!(take(&store, now, lasts, Some("mine")).unwrap(), None, "this process has it");
+        assert!(renew(&store, &lease, now).unwrap());
+        let held: Holder = serde_json::from_slice(&store.read(&lease).unwrap()).unwrap();
+        assert_eq!(held.job.as_deref(), Some("mine"), "a renewal keeps the job");
+        left(&store, &lease, &elsewhere("mine"));
+        assert_eq!(share(&store, now, None).unwrap(), None);
+        assert!(!is_free(&store, now).unwrap());
     }
 }

@@ -21,7 +21,7 @@ const SMALLEST: usize = 64 << 10;
 /// Bytes of buffers kept for the next reads.
 const KEPT: usize = 96 << 20;
 
-/// Buffers nobody uses.
+/// Unused buffers.
 static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 /// A buffer that goes back when the last slice of it is gone.
@@ -45,7 +45,7 @@ impl Drop for Pooled {
     }
 }
 
-/// An empty buffer with room for `bytes`: the smallest that fits and is not much too large.
+/// Returns an empty buffer with room for `bytes`: the smallest that fits and is not much too large.
 fn buffer(bytes: usize) -> Vec<u8> {
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
@@ -57,7 +57,7 @@ fn buffer(bytes: usize) -> Vec<u8> {
     }
 }
 
-/// The bytes of each range.
+/// Returns the bytes of each range.
 ///
 /// # Errors
 /// The system's; a range past the end is an `UnexpectedEof`.
@@ -139,7 +139,7 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 /// the disk before the name is, and the name when this returns.
 ///
 /// # Errors
-/// The system's; what was there before is still there then.
+/// The system's; the earlier content is then unchanged.
 pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
     create_directories(directory)?;
@@ -152,7 +152,7 @@ pub(crate) fn write(path: &Path, data: &[u8]) -> Result<()> {
     sync_directory(directory)
 }
 
-/// A new file beside `path`, under the name of an upload before its end.
+/// Returns a new file beside `path`, under the name of an upload before its end.
 fn begin(path: &Path) -> Result<(PathBuf, File)> {
     loop {
         let mut name = path.as_os_str().to_owned();
@@ -178,7 +178,7 @@ fn create_directories(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Has what a file that was written otherwise holds, and its name, outlast a loss of power.
+/// Syncs a file that was written otherwise, and its name, so that both survive a loss of power.
 ///
 /// # Errors
 /// The system's.
@@ -187,7 +187,7 @@ pub(crate) fn sync(path: &Path) -> Result<()> {
     path.parent().map_or(Ok(()), sync_directory)
 }
 
-/// Has the names in a directory outlast a loss of power, on file systems that can be asked to.
+/// Syncs the names in a directory, so that they survive a loss of power, on file systems that can do so.
 fn sync_directory(directory: &Path) -> Result<()> {
     match File::open(directory)?.sync_all() {
         Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),

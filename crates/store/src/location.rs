@@ -7,7 +7,7 @@ use std::path::{Component, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Where Databricks mounts its file system.
+/// Folder at which Databricks mounts its file system.
 const DBFS: &str = "/dbfs";
 /// Stands in for `/dbfs` where there is none, as in tests.
 const DBFS_ROOT: &str = "FARANDOLE_DBFS_ROOT";
@@ -26,7 +26,7 @@ pub(crate) enum Service {
 }
 
 impl Service {
-    /// The service of `scheme`.
+    /// Returns the service of `scheme`.
     pub(crate) fn of(scheme: &str) -> Option<Self> {
         Some(match scheme {
             "s3" | "s3a" | "s3n" => Self::S3,
@@ -45,7 +45,7 @@ pub(crate) enum Location {
     Local(PathBuf),
     /// A store of this process, by name, and the path within it.
     Memory {
-        /// Which one.
+        /// Name of the variable.
         name: String,
         /// Path, without a leading slash.
         path: String,
@@ -108,7 +108,7 @@ impl Location {
         }
     }
 
-    /// The URL in its full form.
+    /// Returns the URL in its full form.
     pub(crate) fn url(&self) -> String {
         match self {
             Self::Local(path) => format!("file://{}", path.display()),
@@ -120,8 +120,8 @@ impl Location {
     }
 }
 
-/// The path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes `file:///dbfs/x`; what else has
-/// a scheme stays as it is.
+/// Returns the path with its scheme: `/tmp/x` and `x` become `file:///...`, `dbfs:/x` becomes `file:///dbfs/x`; what
+/// else has a scheme stays as it is.
 ///
 /// # Errors
 /// An empty path, or a relative one when the working directory is gone.
@@ -133,11 +133,11 @@ pub fn full(path: &str) -> Result<String> {
     }
 }
 
-/// The path without its scheme, as the file system behind it knows it: with the bucket in front for object stores,
-/// without the name node for HDFS.
+/// Returns the path without its scheme, as the file system behind it knows it: with the bucket in front for object
+/// stores, without the name node for HDFS.
 ///
 /// # Errors
-/// As [`full`], or an unknown scheme.
+/// Like [`full`], or an unknown scheme.
 pub fn localized(url: &str) -> Result<String> {
     Ok(match Location::parse(url)? {
         Location::Local(path) => path.display().to_string(),
@@ -159,7 +159,7 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (named && rest.starts_with('/')).then_some((scheme, rest))
 }
 
-/// The part of a URL with a password or a signature that may be shown; `None` for other URLs.
+/// Returns the part of a URL with a password or a signature that may be shown; `None` for other URLs.
 fn without_secret(scheme: &str, rest: &str) -> Option<String> {
     let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));

@@ -27,7 +27,7 @@ pub fn configure(prefix: &str, options: Options) {
     configured.insert(prefix.trim_end_matches('/').to_owned(), options);
 }
 
-/// The options of `url`; empty if none were set.
+/// Returns the options of `url`; empty if none were set.
 pub(crate) fn of(url: &str) -> Options {
     let configured = CONFIGURED.lock().unwrap_or_else(PoisonError::into_inner);
     let holds =

@@ -20,7 +20,7 @@ use crate::location::{Location, Service};
 use crate::options::{self, Options};
 use crate::wait;
 
-/// fsspec's names of options, for those who bring `storage_options` along. Ours on the right.
+/// fsspec's names of options, for callers with `storage_options`. Ours on the right.
 const S3_NAMES: &[(&str, &str)] = &[
     ("key", "aws_access_key_id"),
     ("secret", "aws_secret_access_key"),
@@ -57,7 +57,7 @@ fn retry() -> RetryConfig {
     }
 }
 
-/// The backend of `root`, scheme and bucket.
+/// Returns the backend of `root`, scheme and bucket.
 pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Arc<dyn ObjectStore>> {
     let refuse = |source: object_store::Error| Error::of("open", root.to_owned(), hiding(options, source));
     Ok(match service {
@@ -74,7 +74,7 @@ pub(crate) fn open(service: Service, root: &str, options: &Options) -> Result<Ar
     })
 }
 
-/// The error without what a user gave as an option: it may be a secret where a name of a file was expected.
+/// Returns the error without what a user gave as an option: it may be a secret where a name of a file was expected.
 fn hiding(options: &Options, error: object_store::Error) -> object_store::Error {
     let text = error.to_string();
     let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
@@ -105,7 +105,7 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
     }
     let name = |(key, value): (String, String)| {
         let ours = names.iter().find(|(theirs, _)| *theirs == key).map_or(key.as_str(), |(_, ours)| ours);
-        // What others take for the name of a file may be what would be in it.
+        // Other libraries take a file's name where this option takes its content.
         let content = ours == "google_service_account" && value.trim_start().starts_with('{');
         let ours = if content { "google_service_account_key" } else { ours };
         (ours.to_ascii_lowercase(), value)
@@ -113,10 +113,10 @@ fn named(service: Service, options: &Options) -> BTreeMap<String, String> {
     options.0.into_iter().map(name).collect()
 }
 
-/// The options of `url`, by names that every reader over `object_store` knows.
+/// Returns the options of `url`, by names that every reader over `object_store` knows.
 ///
 /// # Errors
-/// As [`Location::parse`].
+/// Like [`Location::parse`].
 pub fn options_of(url: &str) -> Result<BTreeMap<String, String>> {
     let Location::Remote { service, .. } = Location::parse(url)? else { return Ok(BTreeMap::new()) };
     let mut named = named(service, &options::of(url));
@@ -135,7 +135,7 @@ fn keys<K: FromStr>(service: Service, root: &str, options: &Options) -> Result<V
     named(service, options).into_iter().map(read).collect()
 }
 
-/// Whether an endpoint is plain HTTP: `http://` is taken as the user's decision.
+/// Returns whether an endpoint is plain HTTP: `http://` is taken as the user's decision.
 fn is_plain(endpoint: Option<&String>) -> bool {
     endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }
@@ -170,7 +170,7 @@ fn azure(root: &str, options: &Options) -> Result<MicrosoftAzureBuilder> {
     Ok(if plain { builder.with_allow_http(true) } else { builder })
 }
 
-/// The parts of Azure's connection string that say who and where.
+/// Returns the parts of Azure's connection string with the account and the address.
 fn connection(text: &str) -> impl Iterator<Item = (&'static str, &str)> {
     text.split(';').filter_map(|part| {
         let (key, value) = part.split_once('=')?;
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_nobody_knows_is_named_and_its_value_is_not() {
+    fn an_unknown_option_is_named_and_its_value_is_not() {
         let error = s3("s3://bucket", &options(&[("sekret", "hidden")])).unwrap_err().to_string();
         assert!(
             error.contains("sekret") && error.ends_with("s3://bucket") && !error.contains("hidden"),
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn other_readers_are_told_options_by_names_they_know() {
+    fn other_readers_get_options_by_names_they_know() {
         options::configure("s3://told", options(&[("key", "id"), ("endpoint_url", "http://host:1")]));
         let told = options_of("s3://told/x").unwrap();
         let expected =

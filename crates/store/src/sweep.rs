@@ -3,9 +3,9 @@
 
 //! The deletion of unused prepared data.
 //!
-//! Only directories that a preparation has named are looked at, `intermediate_*_data[.N]` below a store's prefix. One
-//! goes when its newest file is old enough and nobody holds its lease; a set's training data says so for all three of
-//! its directories. Runs, checkpoints and files of others are never touched.
+//! Only directories that a preparation has named are looked at, `intermediate_*_data[.N]` below a store's prefix. A
+//! directory is deleted if its newest file is old enough and its lease is free; the training data of a set decides
+//! for all three of its directories. Runs, checkpoints and files of others are never touched.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -38,7 +38,7 @@ fn parse(name: &str) -> Option<&str> {
     (known && numbered).then_some(number)
 }
 
-/// Prepared data below `store` whose newest file is older than `older_than` and which nobody uses.
+/// Unused prepared data below `store` whose newest file is older than `older_than`.
 ///
 /// # Errors
 /// A backend that cannot be asked.
@@ -84,10 +84,10 @@ pub fn stale(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec
     Ok(found)
 }
 
-/// Deletes what is [`stale`]; says what went.
+/// Deletes [`stale`] directories, and returns them.
 ///
 /// # Errors
-/// A backend that cannot be asked or does not delete; what is gone by then stays gone.
+/// A backend that cannot be asked or does not delete; directories deleted by then stay deleted.
 pub fn sweep(store: &Store, older_than: Duration, now: SystemTime) -> Result<Vec<Swept>> {
     delete(store, stale(store, older_than, now)?, now)
 }
@@ -99,11 +99,11 @@ fn delete(store: &Store, found: Vec<Swept>, now: SystemTime) -> Result<Vec<Swept
     }
     let mut gone = Vec::new();
     for mut set in sets.into_values() {
-        // Between the look and now somebody may have begun to use it: who deletes takes it first, as who writes does.
+        // Since the look, another process may have begun to use it: deletion takes the lease first, as a writer does.
         // The lease is in the training data, which goes last.
         set.sort_by_key(|one| is_train(&one.path));
         if let Some(train) = set.last().filter(|one| is_train(&one.path))
-            && lease::take(&store.child(&train.path)?, now, None)?.is_none()
+            && lease::take(&store.child(&train.path)?, now, None, None)?.is_none()
         {
             continue;
         }
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn only_old_prepared_data_that_nobody_holds_goes() {
+    fn only_old_and_unused_prepared_data_is_deleted() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(directory.path().to_str().unwrap()).unwrap();
         let put = |path: &str, text: &str| store.write(path, Bytes::from(text.to_owned())).unwrap();

@@ -16,16 +16,16 @@ use crate::wait::{Waiter, runtime};
 
 /// Pieces smaller than this are put together: object stores refuse small parts.
 const PART: usize = 8 << 20;
-/// Parts on their way at once over a network: the writer goes on meanwhile.
+/// Parts on their way at once over a network: the writer continues meanwhile.
 const AHEAD: usize = 4;
 
-/// A file being written. Nobody sees it before [`Upload::finish`]; dropping it leaves nothing behind.
+/// A file being written. It is invisible before [`Upload::finish`]; dropping it leaves nothing behind.
 pub struct Upload {
     inner: Option<Box<dyn MultipartUpload>>,
     waiter: Waiter,
     sent: VecDeque<JoinHandle<object_store::Result<()>>>,
     path: String,
-    /// Where it appears, on a local file system.
+    /// Path at which it appears, on a local file system.
     local: Option<PathBuf>,
     pending: Vec<Bytes>,
     pending_bytes: usize,
@@ -52,12 +52,12 @@ impl Upload {
         }
     }
 
-    /// The whole path of the file.
+    /// Returns the whole path of the file.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Bytes handed over so far.
+    /// Returns the bytes handed over so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -19,7 +19,7 @@ const THREADS: usize = 2;
 /// parent's threads and makes its own; the parent's is never dropped there, since dropping would wait for them.
 static RUNTIME: Mutex<Option<(u32, std::mem::ManuallyDrop<Runtime>)>> = Mutex::new(None);
 
-/// How to wait for a backend.
+/// A way to wait for a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Waiter {
     /// It is ready at once: on this thread, without a runtime.
@@ -41,7 +41,7 @@ impl Waiter {
     }
 }
 
-/// The runtime of this process.
+/// Returns the runtime of this process.
 ///
 /// # Errors
 /// When threads cannot be had.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! What an event costs that nobody wants, beside a relaxed load, and one that is kept.
+//! Cost of an unwanted event, beside a relaxed load, and of one that is kept.
 //!
 //! `cargo bench -p farandole-telemetry --bench disabled_event`
 

@@ -29,12 +29,13 @@ pub fn to_stderr(level: LogLevel, hide_time: bool) {
     subscriber::install(level, hide_time, false);
 }
 
-/// Keeps events from `level` on for [`take`]. True when the caller is to begin taking them: nobody in this process does.
+/// Keeps events from `level` on for [`take`]. True if the caller must begin to take them, because no thread of this
+/// process does.
 ///
 /// In a child that was forked from a process whose events were kept, events go to stderr until this is called.
 pub fn keep(level: LogLevel, hide_time: bool) -> bool {
     let Some(first) = queue::KEPT.open() else {
-        // The fork came while another thread held the lock, which nobody will ever release here.
+        // The fork came while another thread held the lock, which no thread will ever release here.
         subscriber::install(level, hide_time, false);
         return false;
     };

@@ -12,7 +12,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::transmute;
 use std::ptr::NonNull;
 
-/// Where the functions are: NVTX 2, then the build of NVTX 3 for callers that are not C.
+/// Libraries with the functions: NVTX 2, then the build of NVTX 3 for callers that are not C.
 const LIBRARIES: [&CStr; 4] =
     [c"libnvToolsExt.so.1", c"libnvtx3interop.so.1", c"libnvtx3interop.so", c"libnvToolsExt.so"];
 /// Resolve everything at once, and keep the names to ourselves.
@@ -61,7 +61,7 @@ unsafe impl Sync for Nvtx {}
 pub struct Range(u64);
 
 impl Nvtx {
-    /// The domain `Farandole` of the annotation library, if there is one. It is loaded for good.
+    /// Returns the domain `Farandole` of the annotation library, if there is one. It is loaded for good.
     pub fn load() -> Option<Self> {
         LIBRARIES.iter().find_map(|library| Self::from_library(library))
     }

@@ -13,7 +13,7 @@ pub const PROGRESS: &str = "progress";
 /// Fixed cost of a record in a ring, so that many empty ones are bounded too.
 const OVERHEAD: usize = 64;
 
-/// Which of a worker's two streams.
+/// One of a worker's two streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stream {
     /// Standard output.
@@ -45,7 +45,7 @@ pub struct LogLine {
     pub task: u32,
     /// Its rank.
     pub rank: Option<u32>,
-    /// Where it was written.
+    /// Stream on which it was written.
     pub stream: Stream,
     /// The text.
     pub text: String,
@@ -83,7 +83,7 @@ impl Weight for Record {
     }
 }
 
-/// Somebody who takes records: a ring, a terminal, a file.
+/// A receiver of records: a ring, a terminal, a file.
 pub trait Sink: Send + Sync {
     /// Takes one record. May block to slow the sender down; must not panic.
     fn accept(&self, record: Record);

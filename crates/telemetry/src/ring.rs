@@ -12,10 +12,10 @@ use crate::record::{Record, Sink};
 
 /// The weight of a record in a ring.
 pub trait Weight {
-    /// Bytes it counts for.
+    /// Returns the bytes it counts for.
     fn weight(&self) -> usize;
 
-    /// Whether it may be dropped to make room.
+    /// Returns whether it may be dropped to make room.
     fn droppable(&self) -> bool {
         true
     }
@@ -45,7 +45,7 @@ pub struct Ring<T> {
 }
 
 impl<T: Weight> Ring<T> {
-    /// A ring that holds up to `budget` bytes.
+    /// Returns a ring that holds up to `budget` bytes.
     pub fn new(budget: usize) -> Self {
         let inner = Inner { records: VecDeque::new(), weight: 0, dropped: 0, closed: false };
         Self { budget, inner: Mutex::new(inner), arrived: Condvar::new() }
@@ -85,18 +85,18 @@ impl<T: Weight> Ring<T> {
         }
     }
 
-    /// Bytes that wait here.
+    /// Returns the bytes that wait here.
     pub fn weight(&self) -> usize {
         self.inner.lock().weight
     }
 
-    /// Refuses later records and wakes whoever drains. What is already here stays to be drained.
+    /// Refuses later records and wakes the draining thread. Earlier records stay to be drained.
     pub fn close(&self) {
         self.inner.lock().closed = true;
         self.arrived.notify_all();
     }
 
-    /// Whether the ring is closed and empty.
+    /// Returns whether the ring is closed and empty.
     pub fn is_finished(&self) -> bool {
         let inner = self.inner.lock();
         inner.closed && inner.records.is_empty()

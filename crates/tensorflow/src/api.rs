@@ -132,7 +132,7 @@ api! {
     shape_concatenate = TF_ShapeInferenceContextConcatenateShapes(Opaque, Opaque, Opaque, Opaque, Opaque);
 }
 
-/// The address of what TensorFlow's libraries export under this name.
+/// Returns the address of what TensorFlow's libraries export under this name.
 pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
     LIBRARIES
         .iter()
@@ -146,7 +146,7 @@ pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
 
 static API: OnceLock<Result<Api, String>> = OnceLock::new();
 
-/// The API, looked up once.
+/// Returns the API, looked up once.
 ///
 /// # Errors
 /// What TensorFlow lacks.

@@ -19,7 +19,7 @@ pub(crate) enum Code {
     Internal = 13,
 }
 
-/// Why a kernel failed.
+/// The reason why a kernel failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: Code,
@@ -74,7 +74,7 @@ pub(crate) struct Tensor {
 unsafe impl Send for Tensor {}
 
 impl Tensor {
-    /// A tensor on memory that `deallocate` frees.
+    /// Returns a tensor on memory that `deallocate` frees.
     ///
     /// # Safety
     /// `data` is valid for `bytes` bytes until `deallocate` is called with `argument`.
@@ -111,7 +111,7 @@ impl Tensor {
         unsafe { (self.api.tensor_data)(self.raw) }
     }
 
-    /// The elements of a host tensor of 64-bit integers.
+    /// Returns the elements of a host tensor of 64-bit integers.
     pub(crate) fn integers(&self) -> Vec<i64> {
         let (data, count) = (self.data().cast::<i64>(), self.bytes() / size_of::<i64>());
         // SAFETY: `count` elements are there.
@@ -150,7 +150,7 @@ impl Context {
         unsafe { (self.api.num_inputs)(self.raw) }
     }
 
-    /// An input; `status` is one that holds no failure, as it does afterwards if all goes well.
+    /// Returns an input; `status` is one that holds no failure, as it does afterwards if all goes well.
     pub(crate) fn input(self, index: c_int, status: &Status) -> Result<Tensor, Failure> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: as above.
@@ -159,7 +159,7 @@ impl Context {
         Ok(Tensor { api: self.api, raw })
     }
 
-    /// An output of the extents `dims`.
+    /// Returns an output of the extents `dims`.
     pub(crate) fn allocate(
         self,
         index: c_int,
@@ -177,8 +177,8 @@ impl Context {
         Ok(Tensor { api: self.api, raw })
     }
 
-    /// The output with this index on the memory of the input with the same index if nobody else needs that, else on
-    /// new memory; `status` as for [`Self::input`].
+    /// Returns the output with this index on the memory of the input with the same index if it is not needed
+    /// otherwise, else on new memory; `status` as for [`Self::input`].
     pub(crate) fn forward(
         self,
         index: c_int,

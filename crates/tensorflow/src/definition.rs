@@ -132,7 +132,7 @@ fn definitions() -> Vec<Definition> {
 
 static REGISTERED: OnceLock<Result<(), String>> = OnceLock::new();
 
-/// Whether the ops are there.
+/// Checks that the ops are registered.
 pub(crate) fn state() -> Result<(), &'static str> {
     REGISTERED.get_or_init(register).as_ref().copied().map_err(String::as_str)
 }

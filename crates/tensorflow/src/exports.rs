@@ -16,7 +16,7 @@ use crate::definition;
 static DOOR: OnceLock<&'static Door> = OnceLock::new();
 static PROBLEM: OnceLock<CString> = OnceLock::new();
 
-/// The engine's door.
+/// Returns the engine's door.
 ///
 /// # Errors
 /// When Python has not connected it.
@@ -27,7 +27,7 @@ pub(crate) fn door() -> Result<&'static Door, Failure> {
     })
 }
 
-/// Where this process sits in a process set.
+/// Returns the place of this process in a process set.
 pub(crate) fn place(set: u32) -> Result<Place, Failure> {
     let (mut place, mut message) = (Place::default(), [0u8; 512]);
     // SAFETY: both have room.
@@ -54,7 +54,7 @@ pub(crate) fn translated(code: u32) -> Option<Code> {
     })
 }
 
-/// Why the ops are not registered; null when they are.
+/// Returns the reason why the ops are not registered; null when they are.
 #[unsafe(no_mangle)]
 extern "C" fn farandole_tensorflow_problem() -> *const c_char {
     match definition::state() {

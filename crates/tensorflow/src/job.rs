@@ -253,7 +253,7 @@ fn vector(context: Context, rows: &[u64]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Rows as the op's output type has them.
+/// Returns the rows as the op's output type has them.
 ///
 /// # Errors
 /// `InvalidArgument` naming the rank whose rows are too many for it.
@@ -267,7 +267,8 @@ fn numbered(rows: &[u64]) -> Result<Vec<i32>, Failure> {
     rows.iter().enumerate().map(number).collect()
 }
 
-/// The number on the wire of a TensorFlow element type. A type that the ops do not take gets an unused number.
+/// Returns the number on the wire of a TensorFlow element type. A type that the ops do not take gets an unused
+/// number.
 pub(crate) fn wire(dtype: c_int) -> u32 {
     match dtype {
         1 => 7,

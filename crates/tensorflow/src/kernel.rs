@@ -136,10 +136,10 @@ unsafe fn read(api: &'static Api, construction: Opaque, operation: u32) -> Resul
     }
 }
 
-/// A number from 0 that fits 32 bits.
+/// Returns a number from 0 that fits 32 bits.
 ///
 /// # Safety
-/// As [`read`].
+/// Like [`read`].
 pub(crate) unsafe fn small(api: &'static Api, construction: Opaque, name: &CStr) -> Result<u32, Failure> {
     // SAFETY: the caller's promise.
     let value = unsafe { integer(api, construction, name) }?;
@@ -150,7 +150,7 @@ pub(crate) unsafe fn small(api: &'static Api, construction: Opaque, name: &CStr)
 }
 
 /// # Safety
-/// As [`read`].
+/// Like [`read`].
 unsafe fn integer(api: &'static Api, construction: Opaque, name: &CStr) -> Result<i64, Failure> {
     let (status, mut value) = (Status::new(api), 0);
     // SAFETY: the caller's promise.
@@ -159,7 +159,7 @@ unsafe fn integer(api: &'static Api, construction: Opaque, name: &CStr) -> Resul
 }
 
 /// # Safety
-/// As [`read`].
+/// Like [`read`].
 unsafe fn boolean(api: &'static Api, construction: Opaque, name: &CStr) -> Result<bool, Failure> {
     let (status, mut value) = (Status::new(api), 0);
     // SAFETY: the caller's promise.
@@ -168,7 +168,7 @@ unsafe fn boolean(api: &'static Api, construction: Opaque, name: &CStr) -> Resul
 }
 
 /// # Safety
-/// As [`read`].
+/// Like [`read`].
 unsafe fn string(api: &'static Api, construction: Opaque, name: &CStr) -> Result<String, Failure> {
     let (status, mut list, mut bytes) = (Status::new(api), 0, 0);
     // SAFETY: the caller's promise; the size is told first.

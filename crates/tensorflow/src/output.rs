@@ -19,10 +19,10 @@ pub(crate) struct Brought<'a> {
 }
 
 impl<'a> Brought<'a> {
-    /// All outputs of an outcome.
+    /// Returns all outputs of an outcome.
     ///
     /// # Safety
-    /// `first` and `count` are the outcome's of a `done` that has not returned, and nobody else frees them.
+    /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code frees them.
     pub(crate) unsafe fn all(door: &'static Door, first: *const Output, count: usize) -> Vec<Brought<'a>> {
         // SAFETY: the caller's promise.
         let outputs = unsafe { slice(first, count) };
@@ -35,12 +35,12 @@ impl<'a> Brought<'a> {
         unsafe { slice(self.output.rows, self.output.row_count) }
     }
 
-    /// The last rank to join.
+    /// Returns the last rank to join.
     pub(crate) fn number(&self) -> i64 {
         self.output.number
     }
 
-    /// The engine's memory; none when the request brought its own.
+    /// Returns the engine's memory; none when the request brought its own.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: as the outcome lives, so does the memory.
         unsafe { slice(self.output.address.cast::<u8>().cast_const(), self.output.bytes) }
@@ -124,7 +124,7 @@ mod tests {
     static DOOR: Door = Door { version: VERSION, bytes: 0, submit, place, free };
 
     #[test]
-    fn outputs_that_nobody_took_are_freed_each_once() {
+    fn outputs_that_were_not_taken_are_freed_each_once() {
         let rows = [2u64, 3];
         let output = |owner: usize| Output {
             address: null_mut(),

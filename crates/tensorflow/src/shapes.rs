@@ -48,7 +48,7 @@ pub(crate) unsafe extern "C" fn other_rows(context: Opaque, status: Opaque) {
     unsafe { other_rows_of(api, context, status, inputs(api, context)) };
 }
 
-/// As [`other_rows`], then a matrix.
+/// Like [`other_rows`], then a matrix.
 pub(crate) unsafe extern "C" fn other_rows_and_matrix(context: Opaque, status: Opaque) {
     let Ok(api) = api() else { return };
     // SAFETY: as above; a shape function that sets nothing leaves an output unknown, so this comes first.
@@ -64,7 +64,7 @@ pub(crate) unsafe extern "C" fn other_rows_and_matrix(context: Opaque, status: O
     }
 }
 
-/// As [`other_rows`] for the first input, then a vector.
+/// Like [`other_rows`] for the first input, then a vector.
 pub(crate) unsafe extern "C" fn other_rows_and_vector(context: Opaque, status: Opaque) {
     let Ok(api) = api() else { return };
     // SAFETY: as above.
@@ -94,7 +94,7 @@ unsafe fn inputs(api: &'static Api, context: Opaque) -> c_int {
 }
 
 /// # Safety
-/// As [`inputs`], `status` too; there are `count` inputs.
+/// Like [`inputs`], `status` too; there are `count` inputs.
 unsafe fn other_rows_of(api: &'static Api, context: Opaque, status: Opaque, count: c_int) {
     for index in 0..count {
         let (input, rest, result) = (Shape::new(api), Shape::new(api), Shape::new(api));

@@ -65,7 +65,7 @@ pub(crate) fn scalar(context: Context, index: c_int, number: i32) -> Result<(), 
     Ok(())
 }
 
-/// The answer to a question about a process set.
+/// Returns the answer to a question about a process set.
 pub(crate) fn answer(question: u32, set: u32) -> Result<i32, Failure> {
     let place = exports::place(set)?;
     let number = match question {

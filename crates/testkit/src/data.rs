@@ -24,7 +24,7 @@ pub fn elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     bytes
 }
 
-/// As [`elements`], with zeros of both signs, infinities, NaNs, subnormals and extremes among the floats.
+/// Like [`elements`], with zeros of both signs, infinities, NaNs, subnormals and extremes among the floats.
 pub fn special_elements(dtype: DataType, count: usize, seed: Seed) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut bytes = Vec::with_capacity(count * dtype.size());

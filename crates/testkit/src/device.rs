@@ -10,8 +10,8 @@ use std::sync::Arc;
 use farandole_collectives::{Buffer, Device, Error, Event, Memory, Place, Result, Stream};
 use parking_lot::Mutex;
 
-/// A device over host memory. Copies are queued; each is carried out only after its turn has come and somebody has
-/// asked for it some number of times, so that whoever does not wait for its event reads stale bytes.
+/// A device over host memory. Copies are queued; each is carried out only in its turn and after a number of queries,
+/// so that code that does not wait for its event reads stale bytes.
 #[derive(Clone)]
 pub struct HostDevice {
     ordinal: u32,
@@ -77,7 +77,7 @@ impl Device for HostDevice {
     }
 
     fn staging(&self, bytes: usize) -> Result<Memory> {
-        // More than was asked for, as real devices give.
+        // More than requested, as real devices give.
         Ok(Memory::new(bytes + 64))
     }
 

@@ -13,7 +13,7 @@ use crate::data::single;
 struct Layout {
     mantissa: i32,
     bias: i32,
-    /// Codes up to the one that what is too large becomes.
+    /// Codes up to the one for values that are too large.
     codes: u8,
 }
 

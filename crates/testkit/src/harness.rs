@@ -12,7 +12,7 @@ use farandole_world::{HostHash, Rank};
 
 use crate::cut_after;
 
-/// How long anything may take that should take milliseconds.
+/// Longest time for actions that should take milliseconds.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Builds worlds of threads.
@@ -185,7 +185,7 @@ fn join<T>(threads: Vec<ScopedJoinHandle<'_, T>>) -> Vec<T> {
 /// Runs `body` on every rank of a world of `size`.
 ///
 /// # Panics
-/// As [`Harness::run`].
+/// Like [`Harness::run`].
 pub fn run_world<T: Send>(size: usize, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
     Harness::new(size).run(body)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Memory of tests, which nobody else knows.
+//! Memory of tests, which no other code knows.
 #![expect(unsafe_code, reason = "buffers are read and written through unsafe methods")]
 
 use farandole_collectives::Memory;
@@ -10,7 +10,7 @@ use farandole_collectives::Memory;
 pub fn filled(bytes: &[u8]) -> Memory {
     let memory = Memory::new(bytes.len());
     let buffer = memory.buffer();
-    // SAFETY: the memory was made here, so nobody else has it.
+    // SAFETY: the memory was made here, so no other code has it.
     unsafe { buffer.bytes_mut() }.copy_from_slice(bytes);
     memory
 }
@@ -18,7 +18,7 @@ pub fn filled(bytes: &[u8]) -> Memory {
 /// Writes bytes from `at` on, as far as the memory goes.
 pub fn fill(memory: &Memory, at: usize, bytes: &[u8]) {
     let buffer = memory.buffer().slice(at, bytes.len());
-    // SAFETY: tests call this before they submit or after completion: nobody else has it.
+    // SAFETY: tests call this before they submit or after completion: no other code uses it.
     let place = unsafe { buffer.bytes_mut() };
     place.copy_from_slice(&bytes[..place.len()]);
 }
@@ -26,6 +26,6 @@ pub fn fill(memory: &Memory, at: usize, bytes: &[u8]) {
 /// The bytes in a memory no operation is using.
 pub fn contents(memory: &Memory) -> Vec<u8> {
     let buffer = memory.buffer();
-    // SAFETY: tests call this before they submit or after completion: nobody writes.
+    // SAFETY: tests call this before they submit or after completion: no code writes.
     unsafe { buffer.bytes() }.to_vec()
 }

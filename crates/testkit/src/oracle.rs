@@ -16,7 +16,7 @@ use crate::float8;
 pub struct Allreduce {
     /// Element type.
     pub dtype: DataType,
-    /// How elements combine.
+    /// The operation that combines elements.
     pub op: ReduceOp,
     /// Multiplies inputs.
     pub prescale: f64,
@@ -24,7 +24,7 @@ pub struct Allreduce {
     pub postscale: f64,
 }
 
-/// Whether an operation is defined for a type.
+/// Returns whether an operation is defined for a type.
 pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
     match (dtype, op.exact()) {
         (_, ReduceOp::Adasum) | (DataType::Bool, ReduceOp::Average) => false,
@@ -38,7 +38,7 @@ pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     allreduce_on(&[inputs.len()], call, inputs)
 }
 
-/// As [`allreduce`], where the ranks live on hosts of these many.
+/// Like [`allreduce`], where the ranks live on hosts of these many.
 pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     let Allreduce { dtype, .. } = call;
     // Complex numbers act by parts.
@@ -219,8 +219,8 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     array
 }
 
-/// What every rank holds after an Adasum of these inputs, in `float64`. Neighbours are combined until one vector is
-/// left; of what exceeds a power of two, the first ones before that.
+/// Returns the result of an Adasum of these inputs on every rank, in `float64`. Neighbours are combined until one
+/// vector is left; of a number that is no power of two, the first ones are combined before that.
 pub fn adasum(inputs: &[Vec<f64>]) -> Vec<f64> {
     let combine = |pair: &[Vec<f64>]| match pair {
         [a, b] => {
@@ -284,7 +284,7 @@ pub fn reducescatter(call: Allreduce, inputs: &[Vec<u8>], bytes: &[usize], membe
     allreduce(call, inputs)[start..start + bytes[member]].to_vec()
 }
 
-/// Where two tensors differ first, in words; NaNs are equal to NaNs.
+/// Describes the first difference of two tensors; NaNs are equal to NaNs.
 ///
 /// # Errors
 /// The element and its bytes on both sides.

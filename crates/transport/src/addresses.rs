@@ -79,7 +79,8 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
         for host in hosts {
             match TcpListener::bind((*host, port)) {
                 Ok(listener) => {
-                    // A large job calls at once: whoever finds the queue full tries again only after a second.
+                    // All ranks of a large job connect at once: a rank that finds the queue full tries again only
+                    // after a second.
                     rustix::net::listen(&listener, QUEUE).map_err(Error::of("listen"))?;
                     let port = listener.local_addr().map_err(Error::of("getsockname"))?.port();
                     let mut own = bind.map_or_else(own, |address| vec![address]);
@@ -99,14 +100,14 @@ pub(crate) fn listen(bind: Option<IpAddr>, ports: PortRange) -> Result<(TcpListe
     })
 }
 
-/// Where a connection leads, for messages.
+/// Returns the peer's address, for messages.
 pub(crate) fn of_peer(socket: impl AsFd) -> String {
     let address = getpeername(socket).ok().flatten().and_then(|address| SocketAddr::try_from(address).ok());
     address.map_or("an unknown address".to_owned(), |address| address.to_string())
 }
 
-/// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only when there is
-/// nothing else, as two containers of one machine may have it in common.
+/// The order in which a peer's addresses are tried: loopback first on the same host; elsewhere only if there is no
+/// other address, because two containers of one machine may have it in common.
 pub(crate) fn ordered(addresses: &[SocketAddr], same_host: bool) -> Vec<SocketAddr> {
     let (near, far): (Vec<_>, Vec<_>) = addresses.iter().partition(|address| address.ip().is_loopback());
     if same_host {

@@ -88,7 +88,7 @@ pub(crate) enum Heard {
     Nothing,
     /// The connection ended.
     End,
-    /// It broke, or somebody on the way meddled with it.
+    /// It broke, or its bytes were changed on the way.
     Broken(String),
 }
 
@@ -165,7 +165,7 @@ impl Beats {
         let (header, mut payload) = (Header(*header), *payload);
         header.promises().filter(|(kind, _)| *kind == Kind::Word)?;
         self.secured.keys.receiving.open(header, &mut payload, tag.try_into().ok()?).ok()?;
-        let unknown = || Heard::Broken("it said on its connection of heartbeats what is no word".to_owned());
+        let unknown = || Heard::Broken("it sent an unknown message on its heartbeat connection".to_owned());
         Some(Word::decode(&payload).map_or_else(unknown, Heard::Word))
     }
 }

@@ -27,7 +27,7 @@ impl Budget {
     /// Takes bytes, or says why not.
     pub(crate) fn take(&self, bytes: u64) -> Result<Lease, String> {
         let within = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= self.bytes);
-        // Only a count: what it guards is guarded by whoever makes the memory.
+        // Only a count: the code that allocates the memory enforces the limit.
         match self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within) {
             Ok(_) => Ok(Lease { bytes, taken: Arc::clone(&self.taken) }),
             Err(_) => Err(format!("{bytes} bytes more than this process may take of {}", self.bytes)),
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_given_back_by_whoever_took_them() {
+    fn bytes_are_given_back_by_their_taker() {
         let budget = Budget::new(100);
         let most = budget.take(60).unwrap();
         assert_eq!(budget.take(41).unwrap_err(), "41 bytes more than this process may take of 100");

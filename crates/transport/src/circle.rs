@@ -51,7 +51,7 @@ impl Circle {
         peers
     }
 
-    /// Whether all ranks are each other's peers, and nobody relies on what others tell.
+    /// Returns whether all ranks are each other's peers, so that no rank relies on reports of others.
     pub(crate) fn is_complete(&self) -> bool {
         let count = self.machines.len();
         let shared = self.machines.iter().filter(|ranks| ranks.len() > 1).count();
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn machines_are_told_apart_by_name_wherever_their_ranks_are() {
+    fn machines_are_distinguished_by_name_wherever_their_ranks_are() {
         let circle = Circle::new(["b", "a", "b", "c", "a"]);
         assert_eq!(circle.machines, [vec![Rank(0), Rank(2)], vec![Rank(1), Rank(4)], vec![Rank(3)]]);
         assert_eq!(circle.peers(Rank(2)), [Rank(0), Rank(3), Rank(4)].into());
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn who_relies_on_nobody_is_a_peer_of_all() {
+    fn a_rank_that_relies_on_no_report_is_a_peer_of_all() {
         for ranks in
             [&[1][..], &[8], &[1, 1], &[8, 1], &[8, 2], &[1; 5], &[1; 6], &[1; 7], &[1; 8], &[1, 1, 3, 1]]
         {

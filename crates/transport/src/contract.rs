@@ -14,7 +14,8 @@ use farandole_world::{HostHash, Rank};
 
 use crate::{Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, frames};
 
-/// Whether records of this process go in clear, for measurements of what sealing costs; both ends are in this process.
+/// Returns whether records of this process go in clear, for measurements of what sealing costs; both ends are in this
+/// process.
 pub fn send_in_clear(clear: bool) {
     crate::record::IN_CLEAR.store(clear, std::sync::atomic::Ordering::Relaxed);
 }
@@ -57,7 +58,7 @@ pub fn all(factory: Factory<'_>) {
     windows_are_contiguous_at_every_offset(factory(4096));
     a_sender_is_held_back_by_a_reader_that_is_slow(factory(4096));
     what_was_sent_before_a_close_is_read_before_its_error(factory(4096));
-    a_sender_learns_that_nobody_reads_any_more(factory(4096));
+    a_sender_learns_that_there_is_no_reader_any_more(factory(4096));
     large_frames_cross_a_small_ring(factory(4096));
     both_directions_flow_at_the_same_time(factory(65536));
     more_than_a_window_is_refused(factory(4096));
@@ -164,7 +165,7 @@ pub fn windows_are_contiguous_at_every_offset((mut a, mut b): (Link, Link)) {
     }
 }
 
-/// Bytes are bounded while nobody reads, and flow again when somebody does.
+/// Bytes are bounded while there is no reader, and flow again when there is one.
 pub fn a_sender_is_held_back_by_a_reader_that_is_slow((mut a, mut b): (Link, Link)) {
     let limit = Limit::new();
     let mut sent = 0;
@@ -206,7 +207,7 @@ pub fn what_was_sent_before_a_close_is_read_before_its_error((mut a, mut b): (Li
     drop(a);
     receive(&mut *b.receiver, 999);
     let limit = Limit::new();
-    // Whoever needs two bytes learns that one is all there is, and may read it.
+    // A reader that needs two bytes learns that there is only one, and may read it.
     while b.receiver.awaits().is_ok() {
         assert_eq!(b.receiver.window().unwrap().len(), 1);
         limit.pause("the end");
@@ -228,7 +229,7 @@ pub fn what_was_sent_before_a_close_is_read_before_its_error((mut a, mut b): (Li
 }
 
 /// A close reaches a sender too.
-pub fn a_sender_learns_that_nobody_reads_any_more((mut a, b): (Link, Link)) {
+pub fn a_sender_learns_that_there_is_no_reader_any_more((mut a, b): (Link, Link)) {
     drop(b);
     let limit = Limit::new();
     loop {

@@ -26,16 +26,17 @@ use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
 const PAUSE: Duration = Duration::from_millis(50);
-/// How long addresses are tried: their rank listened before it published them, so waiting longer changes nothing.
+/// Time for which addresses are tried: their rank listened before it published them, so waiting longer changes
+/// nothing.
 const REACH: Duration = Duration::from_secs(30);
 
 const LAST_LOOK: Duration = Duration::from_millis(1);
 pub(crate) const LATE: &str = "no answer in time";
 
-/// Why one attempt failed.
+/// The reason why one attempt failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Nobody listens there.
+    /// No process listens there.
     Refused(String),
     /// It may work later.
     Unanswered(String),
@@ -47,14 +48,14 @@ pub(crate) enum Failure {
     Broken(String),
     /// Not the peer's doing.
     Own(Error),
-    /// Somebody answered who does not hold the key.
+    /// A process without the key answered.
     Stranger(String),
     /// The peer answered, and does not want this.
     Declined(String),
 }
 
 impl Failure {
-    /// A failed call of ours. Without descriptors nobody can be asked, and that says nothing about the peer.
+    /// A failed call of ours. Without free descriptors no peer can be asked, which says nothing about the peer.
     pub(crate) fn call(what: &'static str, errno: Option<Errno>, reason: String) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::Own(Error::System { what, reason }),
@@ -83,7 +84,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// How long a peer that can be connected to has not answered.
+/// The silence of a peer that accepts connections.
 #[derive(Debug, Default)]
 pub(crate) struct Silence {
     since: Option<Instant>,
@@ -97,7 +98,7 @@ impl Silence {
         self.attempts += 1;
     }
 
-    /// Whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
+    /// Returns whether it lasts too long. One attempt is not enough: we may have been stopped ourselves in it.
     pub(crate) fn is_death(&self, timeout: Duration) -> bool {
         self.attempts > 1 && self.since.is_some_and(|since| since.elapsed() >= timeout)
     }
@@ -115,7 +116,7 @@ impl Wait<'_> {
         if (self.give_up)() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// When an attempt to reach a peer ends. A silent peer is met twice within the timeout.
+    /// Returns the time at which an attempt to reach a peer ends. A silent peer is met twice within the timeout.
     pub(crate) fn attempt(&self, shared: &Shared) -> Instant {
         self.deadline.min(Instant::now() + self.patience(shared))
     }
@@ -160,9 +161,9 @@ pub(crate) fn local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
     Ok(socket)
 }
 
-/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline passes. When every address refuses, or
-/// answers as somebody else, twice, the peer is gone: it listened before it published its addresses. So is one that
-/// can be connected to and says nothing for the peer timeout.
+/// Tries the addresses, the one that led to the peer before first, until one answers as the peer or the deadline
+/// passes. If every address refuses, or answers as another process, twice, the peer is gone: it listened before it
+/// published its addresses. So is one that can be connected to and says nothing for the peer timeout.
 pub(crate) fn any(
     shared: &Shared,
     request: &Request<'_>,
@@ -232,8 +233,8 @@ pub(crate) fn any(
     }
 }
 
-/// Whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its service
-/// thread then hangs up, which the kernel, accepting for a stopped process, does not.
+/// Returns whether a rank that keeps us waiting still listens; `None` when nothing answers. Says nothing to it: its
+/// service thread then hangs up, which the kernel, accepting for a stopped process, does not.
 pub(crate) fn listens(
     local_name: Option<&str>,
     addresses: &[SocketAddr],

@@ -36,10 +36,10 @@ pub enum Error {
         /// The last failure.
         reason: String,
     },
-    /// Somebody connected who does not hold the job's key, or speaks another protocol.
+    /// A process without the job's key, or with another protocol, connected.
     #[error("refused a peer during the handshake: {reason}")]
     Handshake {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The meeting point failed.
@@ -47,7 +47,7 @@ pub enum Error {
     Rendezvous {
         /// The operation that failed.
         what: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A deadline passed.
@@ -66,7 +66,7 @@ pub enum Error {
     Frame {
         /// The sender.
         rank: Rank,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The process forked after it joined the mesh; the child has none of it.

@@ -180,8 +180,8 @@ impl FrameReceiver {
         Ok(self.try_receive_into(&mut payload)?.map(|kind| Frame { kind, payload }))
     }
 
-    /// As [`FrameReceiver::try_receive`], into a buffer that is reused: returns the kind, and `payload` holds the
-    /// message and nothing else. Without a frame `payload` is left alone.
+    /// As [`FrameReceiver::try_receive`], into a buffer that is reused: returns the kind, and `payload` holds only
+    /// the message. Without a frame `payload` is left alone.
     ///
     /// # Errors
     /// As [`FrameReceiver::try_receive`].

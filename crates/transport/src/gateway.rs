@@ -18,7 +18,7 @@ pub trait Gateway: Send + Sync {
     /// `Rendezvous` when there is nothing to go through.
     fn open(&self, port: u16) -> Result<()>;
 
-    /// What tells this process's worlds apart for those who call it.
+    /// Returns a number that distinguishes this process's worlds for callers.
     fn door(&self) -> u64;
 
     /// An address of this host's loopback that leads to `rank`, in its world of this door.

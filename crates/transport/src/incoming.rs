@@ -22,7 +22,7 @@ use crate::watch::Watch;
 /// A connection whose handshake is not finished.
 pub(crate) struct Incoming {
     socket: OwnedFd,
-    /// Where it came from; `None` over the Unix socket.
+    /// Address of the peer; `None` over the Unix socket.
     source: Option<IpAddr>,
     pub(crate) deadline: Instant,
     buffer: [u8; HELLO],
@@ -35,7 +35,7 @@ enum Stage {
     Proof { hello: Hello, transcript: Box<Transcript>, descriptors: Vec<OwnedFd> },
 }
 
-/// What became of it.
+/// The progress of an arrival.
 pub(crate) enum Progress {
     /// More has to arrive.
     Waiting(Box<Incoming>),
@@ -66,7 +66,7 @@ impl Incoming {
         Self { socket, source, deadline, buffer: [0; HELLO], filled: 0, stage: Stage::Hello }
     }
 
-    /// Whether it has shown that it may be a rank: what it said first bears the key's code.
+    /// Returns whether it has shown that it may be a rank: what it said first bears the key's code.
     pub(crate) fn vouched(&self) -> bool {
         matches!(self.stage, Stage::Proof { .. })
     }
@@ -75,8 +75,8 @@ impl Incoming {
         self.source
     }
 
-    /// Who speaks another protocol is not waited for, and another version of this one is told so: its messages may have
-    /// other sizes.
+    /// Returns whether the peer speaks another protocol. Nothing more is awaited then, and a peer of another version
+    /// gets an answer: its messages may have other sizes.
     fn is_foreign(&self) -> bool {
         let Some(opening) = self.buffer[..self.filled].get(..OPENING) else { return false };
         match handshake::version(opening) {
@@ -98,7 +98,7 @@ impl Incoming {
                 Ok((0, _)) => return Progress::Refused,
                 Ok((received, arrived)) => {
                     self.filled += received;
-                    // Descriptors of somebody who has proved nothing are closed here.
+                    // Descriptors of an unproven peer are closed here.
                     if let Stage::Proof { descriptors, .. } = &mut self.stage {
                         descriptors.extend(arrived);
                         // A proof that comes byte by byte must not bring more of them each time.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! A link: one ordered byte stream each way between two ranks, seen through windows so that nobody copies twice.
+//! A link: one ordered byte stream each way between two ranks, seen through windows so that no byte is copied twice.
 //!
 //! A sender fills the window and commits; a receiver reads the window and releases. On shared memory the two windows
 //! are the same memory; on TCP they are private rings that a poll of either half pumps. Nothing here blocks.
 //!
-//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false, `flush`. Whoever
-//! parks polls all links after `Parker::prepare`: on TCP, bytes move only when somebody polls.
+//! To poll a link is to call `window` of its receiver and, while `flush` of its sender says false, `flush`. A thread
+//! that parks polls all links after `Parker::prepare`: on TCP, bytes move only in a poll.
 
 use std::fmt;
 
@@ -49,8 +49,8 @@ pub trait LinkSender: Send {
     /// `PeerLost` when the peer is gone and something is left that it cannot get.
     fn flush(&mut self) -> Result<bool>;
 
-    /// Sends what fits at once, whatever is known of the peer: one that is lost on another connection may hear it.
-    /// Where a link ends with the process behind it and with nothing else, there is nobody to hear.
+    /// Sends what fits at once, whatever is known of the peer: one that is lost on another connection may hear it. If
+    /// a link ends only with the process behind it, there is no listener.
     fn last_words(&mut self, bytes: &[u8]) {
         let _ = bytes;
     }
@@ -64,7 +64,7 @@ pub trait LinkReceiver: Send {
     /// `PeerLost` when the peer is gone and everything it had sent was read.
     fn window(&mut self) -> Result<&[u8]>;
 
-    /// For whoever waits for more than the window holds: whether more may come.
+    /// For a waiter that needs more than the window holds: whether more may come.
     ///
     /// # Errors
     /// `PeerLost` when nothing will follow the window.
@@ -81,7 +81,7 @@ pub trait LinkReceiver: Send {
 pub struct Link {
     /// The rank at the other end.
     pub peer: Rank,
-    /// What carries it.
+    /// Carrier of the link.
     pub kind: LinkKind,
     /// Bytes either ring holds; a window is never larger.
     pub capacity: usize,

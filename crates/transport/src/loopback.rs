@@ -12,7 +12,7 @@ use crate::peer::Peer;
 use crate::ring::{RingReceiver, RingSender};
 use crate::{Link, LinkKind, Parker, Result};
 
-/// A link between `a` and `b`: the first is `a`'s end (its peer is `b`). Nobody is woken: poll.
+/// A link between `a` and `b`: the first is `a`'s end (its peer is `b`). No thread is woken: poll.
 ///
 /// # Errors
 /// `System`.

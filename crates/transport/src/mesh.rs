@@ -35,12 +35,12 @@ use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, a
 
 pub use dial_many::dials_at_once;
 
-/// How long a wait for a peer's call goes on before it is asked whether it listens, and how long that may take.
+/// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the probe.
 const PROBE: Duration = Duration::from_secs(1);
 /// A shorter silence than this happens on any busy host.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// How to join a mesh.
+/// Options of a mesh.
 #[derive(Clone)]
 pub struct MeshOptions {
     /// This process's rank.
@@ -49,7 +49,7 @@ pub struct MeshOptions {
     pub size: u32,
     /// Ranks of one machine try shared memory.
     pub host: HostHash,
-    /// The secret of the job: whoever does not hold it is turned away.
+    /// The secret of the job: a process without it is refused.
     pub key: [u8; 32],
     /// The world among the worlds of the job; others are turned away.
     pub generation: Generation,
@@ -110,8 +110,8 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it, but
-/// then nobody watches their peers.
+/// A joined mesh. Dropping it leaves in order: peers are told, and the service thread is joined. Links outlive it,
+/// but their peers are not watched any more.
 pub struct Mesh {
     shared: Arc<Shared>,
     options: MeshOptions,
@@ -469,7 +469,7 @@ impl Mesh {
         })
     }
 
-    /// Whether a peer was lost otherwise than by leaving in order: the first one. Costs two loads.
+    /// Returns whether a peer was lost otherwise than by leaving in order: the first one. Costs two loads.
     ///
     /// # Errors
     /// `PeerLost`, `Forked`.
@@ -491,7 +491,7 @@ impl Mesh {
         }
     }
 
-    /// Where the threads of this process sleep; it is also woken when a peer is lost.
+    /// Returns the place in which the threads of this process sleep; it is also woken when a peer is lost.
     pub fn parker(&self) -> Parker {
         self.shared.parker.clone()
     }

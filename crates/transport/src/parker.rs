@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use self::sleepers::{Place, Sleepers};
 use crate::{Error, Result};
 
-/// Why [`Parker::park`] returned.
+/// The reason why [`Parker::park`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
     /// Something may have happened: poll. May be said without a cause.
@@ -38,7 +38,7 @@ struct Shared {
     guard: Guard,
 }
 
-/// Where the threads of a process sleep; clones share it.
+/// A place in which the threads of a process sleep; clones share it.
 #[derive(Clone)]
 pub struct Parker {
     shared: Arc<Shared>,
@@ -99,8 +99,8 @@ impl Parker {
         }
     }
 
-    /// Sleeps until woken or `deadline`. Returns at once when somebody rang or cancelled since [`Parker::prepare`].
-    /// A signal that is handled in this thread counts as a wake.
+    /// Sleeps until woken or `deadline`. Returns at once if there was a ring or a cancellation since
+    /// [`Parker::prepare`]. A signal that is handled in this thread counts as a wake.
     ///
     /// # Errors
     /// `Forked`, `System`.
@@ -142,7 +142,8 @@ impl Place for Until<'_> {
     }
 
     fn ring(&self) {
-        // An eventfd of this process is refused only when it is full: then it is rung. Nobody sleeps in a forked child.
+        // An eventfd of this process is refused only when it is full: then it is rung. No thread sleeps in a forked
+        // child.
         let _ = self.shared.bell.ring();
     }
 

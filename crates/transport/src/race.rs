@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Connections to the addresses of one peer (RFC 8305): an address that does not answer gives the next one a chance
-//! after a quarter of a second and goes on trying beside it, and one that refuses does at once.
+//! Connections to the addresses of one peer (RFC 8305): after a quarter of a second without an answer, the next
+//! address is tried at the same time; after a refusal, it is tried at once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,7 +27,7 @@ struct Runner {
     deadline: Instant,
 }
 
-/// What became of an address.
+/// The result of an attempt to reach an address.
 pub(crate) struct Outcome {
     pub(crate) address: SocketAddr,
     pub(crate) began: Instant,
@@ -39,7 +39,7 @@ pub(crate) struct Outcome {
 pub(crate) struct Race {
     waiting: VecDeque<SocketAddr>,
     running: Vec<Runner>,
-    /// When the next address begins at the latest.
+    /// Latest start of the attempt for the next address.
     next: Instant,
     deadline: Instant,
     /// The longest one address may take.
@@ -140,7 +140,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// An address that answers nobody, as that of a host that is down: its queue is full, so the kernel drops calls.
+    /// An address that never answers, as that of a host that is down: its queue is full, so the kernel drops calls.
     pub(crate) struct Dead {
         pub(crate) address: SocketAddr,
         _held: (TcpListener, Vec<TcpStream>),
@@ -188,7 +188,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn every_address_has_its_own_time_and_is_told_once() {
+    fn every_address_has_its_own_time_and_is_reported_once() {
         let dead = [dead(), dead()];
         let (outcomes, took) = race(&[dead[0].address, dead[1].address]);
         assert_eq!(outcomes, [(dead[0].address, false), (dead[1].address, false)]);

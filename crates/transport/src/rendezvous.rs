@@ -23,7 +23,8 @@ pub struct Place {
     pub size: u32,
 }
 
-/// Where ranks exchange their cards. `session` has one that asks the registrar; `MemoryRendezvous` serves tests.
+/// A meeting place at which ranks exchange their cards. `session` has one that asks the registrar; `MemoryRendezvous`
+/// serves tests.
 pub trait Rendezvous: Send + Sync {
     /// Publishes the card of the rank at `place`, and waits for those of all ranks of its world: by rank.
     ///

@@ -11,13 +11,13 @@ use crate::budget::Lease;
 use crate::peer::Peer;
 use crate::{LinkReceiver, LinkSender, Result};
 
-/// What a link says of a peer that dropped its half.
+/// Message of a link whose peer dropped its half.
 const CLOSED: &str = "it closed the link";
 
 pub(crate) struct RingSender {
     producer: Producer,
     peer: Arc<Peer>,
-    /// The peer's; `None` where nobody sleeps.
+    /// The peer's; `None` if the peer has no sleeper.
     bell: Option<Arc<Bell>>,
     _lease: Option<Arc<Lease>>,
 }

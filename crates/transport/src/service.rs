@@ -60,7 +60,7 @@ pub(crate) struct Listeners {
 /// A connection of a link.
 struct Path {
     connection: Weak<Connection>,
-    /// Of the connections of its link.
+    /// Among the connections of its link.
     number: usize,
     silence: Silence,
 }
@@ -164,7 +164,7 @@ impl Service {
                     self.advance(token, incoming);
                 } else if let Some(watch) = self.watched.get_mut(&token) {
                     let mut losses = Vec::new();
-                    let verdict = watch.news(&mut losses);
+                    let verdict = watch.news(self.shared.rank, &mut losses);
                     for (rank, reason) in losses {
                         self.hear(rank, reason);
                     }
@@ -272,8 +272,12 @@ impl Service {
 
     fn settle(&mut self, token: u64, verdict: Verdict) {
         if let Verdict::Lost { reason, orderly } = verdict
-            && let Some(watch) = self.watched.remove(&token)
+            && let Some(mut watch) = self.watched.remove(&token)
         {
+            if !orderly {
+                // Otherwise the peer sees only that the connection ended, and reports that in place of the reason.
+                watch.tell(watch.peer.rank, &reason);
+            }
             if let Some(descriptor) = watch.descriptor() {
                 // The descriptor is closed next in any case.
                 let _ = epoll::delete(&self.epoll, descriptor);
@@ -345,8 +349,8 @@ impl Service {
     }
 }
 
-/// Who makes way, of connections by age, each with whether it is vouched for and where it comes from: one that is not, and
-/// of these the oldest from where most come. `None` where there are none.
+/// Chooses the connection that makes way, among connections by age, each with its proof and its source: an unproven one,
+/// and of these the oldest one of the source with most. `None` if there are no connections.
 fn unseated(waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));

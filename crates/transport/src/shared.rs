@@ -43,7 +43,7 @@ pub(crate) struct Retired {
     pub(crate) peer: Arc<Peer>,
 }
 
-/// Where an arrival belongs: channel, peer, number of the connection.
+/// The target of an arrival: channel, peer, number of the connection.
 pub(crate) type Place = (u32, Rank, u16);
 
 pub(crate) struct Shared {
@@ -155,8 +155,8 @@ impl Shared {
         }
     }
 
-    /// What will tell the end of a local peer: its pidfd, or else the socket of the first handshake. If either lacks a
-    /// pidfd, both keep that socket.
+    /// Returns the descriptor that shows the end of a local peer: its pidfd, or else the socket of the first
+    /// handshake. If either lacks a pidfd, both keep that socket.
     pub(crate) fn end_of(&self, pidfd: Option<OwnedFd>, socket: OwnedFd, first: bool) -> Option<End> {
         match pidfd {
             None if first => Some(End::Socket(socket)),
@@ -178,7 +178,7 @@ impl Shared {
         std::mem::take(&mut *self.watches.lock())
     }
 
-    /// Has the service thread hear of a connection that breaks, also while nobody uses its link.
+    /// Lets the service thread notice a broken connection, also while its link is not used.
     pub(crate) fn follow(&self, connection: &Arc<Connection>) {
         self.paths.lock().push(Arc::downgrade(connection));
         self.nudge();
@@ -188,7 +188,7 @@ impl Shared {
         std::mem::take(&mut *self.paths.lock())
     }
 
-    /// Has the service thread keep sockets that nobody uses any more until their peer knows that nothing follows.
+    /// Lets the service thread keep unused sockets until their peer knows that nothing follows.
     pub(crate) fn retire(&self, peer: &Arc<Peer>, sockets: Vec<OwnedFd>) {
         let retired = sockets.into_iter().map(|socket| Retired { socket, peer: Arc::clone(peer) });
         self.retired.lock().extend(retired);
@@ -199,7 +199,7 @@ impl Shared {
         std::mem::take(&mut *self.retired.lock())
     }
 
-    /// A peer is gone; everybody who waits for anything looks again.
+    /// A peer is gone; all waiting threads look again.
     pub(crate) fn lose(&self, peer: &Peer, reason: String, orderly: bool) {
         if !peer.lose(reason) {
             return;

@@ -21,14 +21,14 @@ use crate::beat::{Beats, Heard, Word};
 use crate::peer::Peer;
 use crate::shared::Secured;
 
-/// How long whoever hears that a peer ended its links may wait for the reason: of the time within which everybody is to
-/// know of a loss, this much is left to the news of it.
+/// Returns the longest wait for the reason after a peer ended its links: the part of the peer timeout that is left for
+/// news of a loss.
 #[must_use]
 pub fn hearsay(peer_timeout: Duration) -> Duration {
     (peer_timeout / 5).min(Duration::from_millis(500))
 }
 
-/// What a look at a peer found.
+/// The result of a look at a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Alive,
@@ -46,11 +46,21 @@ pub(crate) struct Watch {
 
 #[derive(Debug)]
 enum Life {
-    Local { bell: Arc<Bell>, beats: u64, end: Option<End>, pid: Option<u32> },
-    Remote { beats: Box<Beats>, left: bool },
+    Local {
+        bell: Arc<Bell>,
+        beats: u64,
+        end: Option<End>,
+        pid: Option<u32>,
+    },
+    Remote {
+        beats: Box<Beats>,
+        left: bool,
+        /// The reason why the peer counts this rank as lost.
+        given_up: Option<String>,
+    },
 }
 
-/// What becomes readable when a process of this host ends.
+/// A descriptor that becomes readable when a process of this host ends.
 #[derive(Debug)]
 pub(crate) enum End {
     Pidfd(OwnedFd),
@@ -79,10 +89,10 @@ impl Watch {
     /// Watches through a connection; it must not block.
     pub(crate) fn remote(peer: Arc<Peer>, secured: Secured) -> Self {
         let beats = Box::new(Beats::new(secured));
-        Self { peer, life: Life::Remote { beats, left: false }, silent: Duration::ZERO }
+        Self { peer, life: Life::Remote { beats, left: false, given_up: None }, silent: Duration::ZERO }
     }
 
-    /// What becomes readable when there is news; none when only the heartbeat tells.
+    /// Returns the descriptor that becomes readable when there is news; `None` if only the heartbeat shows it.
     pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match &self.life {
             Life::Local { end, .. } => end.as_ref().map(|end| match end {
@@ -92,14 +102,15 @@ impl Watch {
         }
     }
 
-    /// The descriptor is readable. Adds the losses of other ranks that the peer tells of.
-    pub(crate) fn news(&mut self, losses: &mut Vec<(Rank, String)>) -> Verdict {
+    /// The descriptor is readable. Adds the losses that the peer reports. `own` is the rank of this process: a peer that
+    /// counts it as lost closes the connection next, and that end has the peer's reason.
+    pub(crate) fn news(&mut self, own: Rank, losses: &mut Vec<(Rank, String)>) -> Verdict {
         match &mut self.life {
             Life::Local { bell, pid, .. } if bell.closed() => {
                 Verdict::Lost { reason: format!("it left the job and {} ended", named(*pid)), orderly: true }
             }
             Life::Local { pid, .. } => Verdict::Lost { reason: death(*pid), orderly: false },
-            Life::Remote { beats, left } => {
+            Life::Remote { beats, left, given_up } => {
                 let reason = loop {
                     match beats.hear() {
                         Heard::Word(word) => {
@@ -107,7 +118,12 @@ impl Watch {
                             match word {
                                 Word::Beat => {}
                                 Word::Goodbye => *left = true,
-                                Word::Lost { rank, reason } => losses.push((rank, reason)),
+                                Word::Lost { rank, reason } => {
+                                    if rank == own {
+                                        *given_up = Some(format!("it counts this rank as lost: {reason}"));
+                                    }
+                                    losses.push((rank, reason));
+                                }
                             }
                         }
                         Heard::Nothing => return Verdict::Alive,
@@ -118,7 +134,8 @@ impl Watch {
                         Heard::Broken(reason) => break reason,
                     }
                 };
-                let reason = if *left { "it left the job".to_owned() } else { reason };
+                let reason =
+                    if *left { "it left the job".to_owned() } else { given_up.take().unwrap_or(reason) };
                 Verdict::Lost { reason, orderly: *left }
             }
         }
@@ -198,7 +215,7 @@ fn stat(pid: u32) -> Option<Stat> {
     Some(Stat { state: (*fields.first()?).to_owned(), exit_code: fields.get(49)?.parse().ok()? })
 }
 
-/// How it died, as far as it can be known.
+/// Describes how a process died, as far as it is known.
 fn death(pid: Option<u32>) -> String {
     let process = named(pid);
     match pid.and_then(stat).filter(|stat| stat.state == "Z") {

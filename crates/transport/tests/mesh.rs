@@ -21,7 +21,7 @@ fn options(rank: u32, size: u32) -> MeshOptions {
     options
 }
 
-/// Where rank 0 listens, as a stranger on the host would find out.
+/// Returns rank 0's address, as a stranger on the host would find it.
 fn address(meeting: &MemoryRendezvous) -> SocketAddr {
     let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
     let card = String::from_utf8(card).unwrap();
@@ -172,7 +172,7 @@ fn a_peer_of_another_generation_is_refused() {
 }
 
 #[test]
-fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
+fn tr_2_strangers_that_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let first = MeshOptions { use_shared_memory: false, ..options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
     let (meeting, zero, one) = join_two(first, second);
@@ -196,7 +196,7 @@ fn tr_2_strangers_who_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     drop((a, b, slow));
 }
 
-/// TR-2 under a flood: strangers who connect without end, all from where the peer is, too.
+/// TR-2 under a flood: strangers that connect without end, all from the peer's host.
 #[test]
 fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
     const CHANNELS: u32 = 20;
@@ -256,7 +256,7 @@ fn tr_2_a_handshake_that_takes_too_long_is_ended() {
 }
 
 #[test]
-fn ends_that_disagree_on_the_capacity_are_told() {
+fn ends_that_disagree_on_the_capacity_get_an_error() {
     let meshes = meshes(2, |_| {});
     thread::scope(|scope| {
         let other = scope.spawn(|| meshes[1].open(5, &[Rank(0)], 4096));

@@ -31,7 +31,7 @@ const NO_PIDFD: &str = "FARANDOLE_TEST_NO_PIDFD";
 /// Channels of links besides the first, where there are no pidfds.
 const LATER: std::ops::Range<u32> = 2..10;
 const TIMEOUT: Duration = Duration::from_millis(600);
-/// How long a busy machine may keep threads waiting for a core.
+/// Longest time for which threads wait for a core on a busy machine.
 const LATE: Duration = Duration::from_millis(250);
 /// As in the mesh.
 const PROBE: Duration = Duration::from_secs(1);
@@ -166,7 +166,7 @@ impl Peer {
         Self { other, mesh, link: Some(link) }
     }
 
-    /// How long it takes, and what is told, until the link of a sleeping rank fails after `signal`.
+    /// Measures the time until the link of a sleeping rank fails after `signal`, and returns the error, too.
     fn lost_after(&mut self, signal: Signal) -> (Duration, String) {
         let (mut sender, mut receiver) = frames(self.link.take().unwrap());
         let parker = self.mesh.parker();
@@ -262,7 +262,7 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
             let error = mesh.open(1, &[other.0], 65536).unwrap_err();
             let elapsed = started.elapsed();
             assert!(matches!(&error, Error::PeerLost { rank, .. } if *rank == other.0), "{error}");
-            // Whoever is called asks only now and then whether the other listens.
+            // The acceptor asks only now and then whether the other side listens.
             assert!(elapsed > TIMEOUT / 2 && elapsed < TIMEOUT * 3 + 2 * PROBE, "{elapsed:?}: {error}");
             assert!(mesh.fallbacks().is_empty());
         }
@@ -308,13 +308,13 @@ fn a_rank_without_pidfds() {
         return;
     }
     let mut peer = Peer::start(LinkKind::SharedMemory);
-    // A later link's socket is another one: its end must not be taken for a death, and nobody keeps it.
+    // A later link's socket is another one: its end must not be taken for a death, and it is not kept.
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     for channel in LATER {
         drop(peer.mesh.open(channel, &[Rank(1)], 4096).unwrap());
     }
-    // The thread of the mesh lets go of a socket a moment after the link is there.
+    // The thread of the mesh closes a socket a moment after the link exists.
     let limit = Instant::now() + PATIENCE;
     while open() > before {
         assert!(Instant::now() < limit, "{} descriptors, no more than {before} before", open());

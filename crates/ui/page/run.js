@@ -70,16 +70,18 @@ function ranks(record) {
   const time = (seconds) => (Number.isFinite(seconds) ? `${(seconds * 1000).toFixed(1)} ms` : "");
   const share = (part, whole) => (typeof part === "number" && whole > 0 ? `${Math.round((part / whole) * 100)} %` : "");
   // Columns that no rank has are left out.
+  const hasStates = all.some((rank) => rank.state);
   const loads = LOADS.filter(([, shown]) => all.some((rank) => shown(rank.load || {})));
+  const isText = (column) => column === 1 || (hasStates && column === 2);
   const rows = all.map((rank) => {
     const slow = ownWork(rank) > SLOW * usual;
-    const cells = [rank.rank, rank.host, rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), time(ownWork(rank)),
+    const cells = [rank.rank, rank.host, ...(hasStates ? [rank.state] : []), rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), time(ownWork(rank)),
       share(rank.data_seconds, rank.step_seconds), share(rank.reduce_seconds, rank.step_seconds), ...loads.map(([, shown]) => shown(rank.load || {}))];
     const mark = slow ? `computes ${(ownWork(rank) / usual).toFixed(1)} times as long as the median` : "";
-    return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: index === 1 ? "" : "number" }, cell ?? "")), make("td", {}, mark));
+    return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: isText(index) ? "" : "number" }, cell ?? "")), make("td", {}, mark));
   });
-  const heads = ["Rank", "Host", "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ...loads.map(([head]) => head), ""];
-  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: index === 1 || index === heads.length - 1 ? "" : "number" }, head)))), make("tbody", {}, rows))));
+  const heads = ["Rank", "Host", ...(hasStates ? ["State"] : []), "Process", "Executor", "GPU", "Step", "Computes", "Waits for data", "Reduces", ...loads.map(([head]) => head), ""];
+  return section("Ranks", make("div", { class: "wide" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, heads.map((head, index) => make("th", { scope: "col", class: isText(index) || index === heads.length - 1 ? "" : "number" }, head)))), make("tbody", {}, rows))));
 }
 
 /** What limits the speed of the run, where its ranks have measured it. */

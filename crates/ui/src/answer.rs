@@ -52,7 +52,7 @@ pub(crate) struct Site {
 }
 
 impl Site {
-    /// The answer to a request for `path` with the parameters `query`.
+    /// Returns the answer to a request for `path` with the parameters `query`.
     pub(crate) fn answer(&self, path: &str, query: &str) -> Reply {
         let Some(place) = self.place(path) else {
             return Reply::failure(StatusCode::NOT_FOUND, "not found; the link of the viewer has a token");
@@ -81,7 +81,8 @@ impl Site {
         })
     }
 
-    /// The part of the path after the token: `None` without the token, `Some(None)` for a path that ends with it.
+    /// Returns the part of the path after the token: `None` without the token, `Some(None)` for a path that ends with
+    /// it.
     ///
     /// Some proxies keep their prefix in the path, so the token may come after other parts.
     pub(crate) fn place<'a>(&self, path: &'a str) -> Option<Option<&'a str>> {

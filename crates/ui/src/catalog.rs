@@ -36,7 +36,7 @@ pub(crate) struct Found {
     pub(crate) files: Arc<Files>,
 }
 
-/// Every source, with what is known of it.
+/// Every source, with its known facts.
 #[derive(Debug)]
 pub(crate) struct Catalog(Vec<(Source, Mutex<Known>)>);
 
@@ -53,7 +53,7 @@ struct Run {
 }
 
 impl Catalog {
-    /// A catalog of these stores.
+    /// Returns a catalog of these stores.
     ///
     /// # Errors
     /// Text that is no store.
@@ -62,7 +62,7 @@ impl Catalog {
         Ok(Self(sources.collect::<Result<_>>()?))
     }
 
-    /// Every run.
+    /// Returns every run.
     pub(crate) fn list(&self) -> Listing {
         let stores = self.0.iter().map(|(source, _)| source.url()).collect();
         let mut listing = Listing { stores, runs: Vec::new(), problems: Vec::new() };
@@ -80,7 +80,7 @@ impl Catalog {
         listing
     }
 
-    /// The run of a name such as `0/a`.
+    /// Returns the run of a name such as `0/a`.
     ///
     /// # Errors
     /// [`Error::Missing`]; a store that cannot be asked.

@@ -86,7 +86,7 @@ pub(crate) struct Shelf(Mutex<HashMap<Place, (Stamp, Arc<Series>)>>);
 type Place = (String, &'static str);
 
 impl Shelf {
-    /// The numbers of one file of a run; empty where it has no such file.
+    /// Returns the numbers of one file of a run; empty where it has no such file.
     ///
     /// # Errors
     /// A store that cannot be asked.
@@ -110,7 +110,7 @@ impl Shelf {
         Ok(series)
     }
 
-    /// The curves of a run in a window.
+    /// Returns the curves of a run in a window.
     ///
     /// # Errors
     /// A store that cannot be asked.

@@ -45,7 +45,7 @@ pub enum Error {
     Timeline {
         /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A request's parameter does not fit.
@@ -68,7 +68,7 @@ pub enum Fault {
 }
 
 impl Error {
-    /// Whose fault it is.
+    /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
             Self::NoStore | Self::Missing { .. } | Self::Parameter { .. } => Fault::Usage,

@@ -32,8 +32,8 @@ impl Places {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    /// A place, unless proven connections have all. The receiver gets a message if the connection is proven, and an
-    /// error if it has to be closed.
+    /// Returns a place, unless proven connections have all. The receiver gets a message if the connection is proven,
+    /// and an error if it has to be closed.
     pub(crate) fn take(self: &Arc<Self>) -> Option<(Place, oneshot::Receiver<()>)> {
         let mut state = self.state();
         if state.unproven.len() + state.proven.len() >= self.most {
@@ -66,7 +66,7 @@ impl Place {
         // If it was unseated a moment ago, the connection is about to be closed.
         if let Some(seated) = state.unproven.remove(&self.number) {
             state.proven.insert(self.number);
-            // Nobody receives if the connection ends at this moment.
+            // There is no receiver if the connection ends at this moment.
             let _ = seated.send(());
         }
     }

@@ -57,12 +57,12 @@ pub(crate) struct Best {
     pub(crate) epoch: f64,
 }
 
-/// The run's record, as its driver wrote it; empty where there is none or it cannot be read.
+/// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be read.
 pub(crate) fn read(directory: &Store, files: &Files) -> Map<String, Value> {
     object(directory, files, RECORD)
 }
 
-/// The arguments of a run: each part's name and a short description.
+/// Returns the arguments of a run: each part's name and a short description.
 pub(crate) fn fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, String> {
     let told = object(directory, files, FINGERPRINT);
     let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();
@@ -80,7 +80,7 @@ fn object(directory: &Store, files: &Files, name: &str) -> Map<String, Value> {
     if let Some(Value::Object(map)) = value { map } else { Map::new() }
 }
 
-/// The summary of a run.
+/// Returns the summary of a run.
 pub(crate) fn summary(run: String, id: &str, directory: &Store, files: &Files) -> Summary {
     let record = read(directory, files);
     let of = |name: &str| text(record.get(name));
@@ -148,7 +148,7 @@ fn best(series: &Series) -> Option<Best> {
     Some(Best { name: name.to_owned(), value: *value, epoch: *epoch })
 }
 
-/// The state to show: a running run whose driver has missed its heartbeats is silent.
+/// Returns the state to show: a running run whose driver has missed its heartbeats is silent.
 pub(crate) fn state_at(summary: &Summary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
     let patience = summary.heartbeat * MISSED * 1e3;
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_a_record_is_told_by_its_history_and_fingerprint() {
+    fn a_run_without_a_record_is_shown_by_its_history_and_fingerprint() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("logs")).unwrap();
         let lines = r#"{"epoch": 0, "train": {"loss": 1.0, "all_metrics": [{"accuracy": 0.5}]}, "validation": {"loss": 0.7, "all_metrics": []}}

@@ -25,7 +25,7 @@ impl Series {
         self.epoch.len()
     }
 
-    /// Numbers that it holds.
+    /// Returns the numbers that it holds.
     pub(crate) fn numbers(&self) -> usize {
         self.len() * (self.columns.len() + 2)
     }
@@ -71,7 +71,8 @@ struct Scores<'a> {
     all_metrics: Vec<BTreeMap<Cow<'a, str>, Option<f64>>>,
 }
 
-/// The columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before it, `seconds`, `rows` and
+/// Returns the columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before it, `seconds`,
+/// `rows` and
 /// `rows_per_second`. Lines that cannot be read are left out.
 pub(crate) fn history(text: &[u8]) -> Series {
     let mut series = Series::default();
@@ -109,7 +110,7 @@ pub(crate) fn history(text: &[u8]) -> Series {
     series.finish()
 }
 
-/// The columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further numbers by name.
+/// Returns the columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further numbers by name.
 pub(crate) fn steps(text: &[u8]) -> Series {
     let mut series = Series::default();
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {

@@ -36,9 +36,9 @@ const TOKEN_BYTES: usize = 16;
 const AT_ONCE: usize = 8;
 /// Connections that are open at the same time.
 const CONNECTIONS: usize = 128;
-/// How long a connection may stay open before a request on it has the token.
+/// Longest life of a connection before a request on it has the token.
 const UNPROVEN: Duration = Duration::from_secs(5);
-/// How long a client with the token may take to send the headers of its next request.
+/// Longest time for a client with the token to send the headers of its next request.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The pause after a failed attempt to accept a connection.
 const RETRY: Duration = Duration::from_millis(50);
@@ -101,17 +101,17 @@ impl Viewer {
         Ok(Self { token, address, ends: Some(ends), thread: Some(thread) })
     }
 
-    /// The link, with the token.
+    /// Returns the link, with the token.
     pub fn url(&self) -> String {
         format!("http://{}{}", self.address, self.path())
     }
 
-    /// The link's path, which proxies put behind a prefix of theirs.
+    /// Returns the link's path, which proxies put behind a prefix of theirs.
     pub fn path(&self) -> String {
         format!("/{}/", self.token)
     }
 
-    /// The port.
+    /// Returns the port.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
@@ -203,7 +203,7 @@ async fn respond(
 ) -> Response<Full<Bytes>> {
     let path = request.uri().path().to_owned();
     if site.place(&path).is_none() {
-        // Neither a thread nor another request for who does not have the token.
+        // A client without the token gets neither a thread nor another request.
         let mut refused = site.answer(&path, "").response(None);
         refused.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         return refused;
@@ -254,7 +254,7 @@ mod tests {
         stream
     }
 
-    /// The first answer to a request that leaves the connection open.
+    /// Returns the first answer to a request that leaves the connection open.
     fn head(stream: &mut std::net::TcpStream, request: &str) -> String {
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = vec![0; 64 << 10];
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_who_take_every_place_do_not_keep_the_page_from_its_owner() {
+    fn strangers_that_take_every_place_do_not_keep_the_page_from_its_owner() {
         let (viewer, _folder) = viewer();
         let mut owners = open(&viewer);
         let page = format!("HEAD {} HTTP/1.1\r\nHost: x\r\n\r\n", viewer.path());

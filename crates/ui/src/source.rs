@@ -37,27 +37,27 @@ impl Source {
     /// Opens it; touches nothing.
     ///
     /// # Errors
-    /// As [`Store::open`].
+    /// Like [`Store::open`].
     pub(crate) fn open(url: &str) -> Result<Self> {
         Ok(Self { store: Store::open(url)? })
     }
 
-    /// Its URL.
+    /// Returns its URL.
     pub(crate) fn url(&self) -> String {
         self.store.url()
     }
 
-    /// How old a listing may be.
+    /// Returns the greatest age of a listing.
     pub(crate) fn patience(&self) -> Duration {
         if self.store.is_remote() { Duration::from_secs(5) } else { Duration::from_millis(500) }
     }
 
-    /// How many files are read at once.
+    /// Returns the number of files that are read at once.
     pub(crate) fn readers(&self) -> usize {
         if self.store.is_remote() { 16 } else { 4 }
     }
 
-    /// The directory of the runs: `runs` below a store's prefix, or what was given.
+    /// Returns the directory of the runs: `runs` below a store's prefix, or the given one.
     ///
     /// # Errors
     /// A store that cannot be asked.
@@ -65,7 +65,7 @@ impl Source {
         Ok(if self.store.exists("runs")? { self.store.child("runs")? } else { self.store.clone() })
     }
 
-    /// Every run below `root`, and its files.
+    /// Returns every run below `root`, and its files.
     ///
     /// # Errors
     /// A store that cannot be asked.
@@ -84,7 +84,7 @@ impl Source {
     }
 }
 
-/// The directory of the run that a file of this path makes one.
+/// Returns the directory of the run that a file of this path makes one.
 fn run_of(path: &str) -> Option<&str> {
     OF_RUNS.iter().find_map(|name| match path.strip_suffix(name)? {
         "" => Some(""),
@@ -92,7 +92,7 @@ fn run_of(path: &str) -> Option<&str> {
     })
 }
 
-/// The innermost run that a file belongs to, and its path there.
+/// Returns the innermost run that a file belongs to, and its path there.
 fn split<'a>(path: &'a str, runs: &BTreeSet<&str>) -> Option<(&'a str, &'a str)> {
     let inner = path.rmatch_indices('/').map(|(at, _)| (&path[..at], &path[at + 1..]));
     inner.chain([("", path)]).find(|(run, _)| runs.contains(run))

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::series::Series;
 
-/// A line an epoch: the run's name, the epoch, the seconds, and every number that one of the runs has.
+/// Returns a line an epoch: the run's name, the epoch, the seconds, and every number that one of the runs has.
 pub(crate) fn csv(runs: &[(String, Arc<Series>)]) -> String {
     let names: BTreeSet<&str> =
         runs.iter().flat_map(|(_, series)| series.columns.keys().map(String::as_str)).collect();
@@ -41,7 +41,7 @@ fn number(table: &mut String, value: f64) {
     }
 }
 
-/// A text as a field. One that a spreadsheet would take for a formula begins with an apostrophe.
+/// Returns a text as a field. One that a spreadsheet would take for a formula begins with an apostrophe.
 fn quoted(text: &str) -> String {
     let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
     let text = format!("{}{text}", if formula { "'" } else { "" });

@@ -20,7 +20,7 @@ impl Curve {
     }
 }
 
-/// The points between `from` and `to`, and one on each side, reduced to [`POINTS`] for each of `pixels`.
+/// Returns the points between `from` and `to`, and one on each side, reduced to [`POINTS`] for each of `pixels`.
 ///
 /// `x` must not fall. Values that are not finite are gaps.
 pub(crate) fn thin(x: &[f64], y: &[f64], from: f64, to: f64, pixels: usize) -> Curve {

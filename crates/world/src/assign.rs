@@ -71,11 +71,11 @@ pub fn assign(generation: Generation, places: &[TaskPlace]) -> Result<World, Err
 }
 
 /// Gives every task the rank of its place among the tasks, whichever hosts they are on: for ranks that were given out
-/// before anybody registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank.
-/// The returned world is seen from rank 0.
+/// before any task registered. Local ranks follow the ranks of a host, and cross ranks those of a local rank. The
+/// returned world is seen from rank 0.
 ///
 /// # Errors
-/// As [`assign`].
+/// Like [`assign`].
 pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
     let mut sorted: Vec<&TaskPlace> = places.iter().collect();
     sorted.sort_by_key(|place| place.task);
@@ -93,7 +93,7 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlace]) -> Result<W
 /// The returned world is seen from rank 0.
 ///
 /// # Errors
-/// As [`assign`].
+/// Like [`assign`].
 pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<World, Error> {
     let mut seen = HashSet::with_capacity(places.len());
     if let Some(place) = places.iter().find(|place| !seen.insert(place.task)) {
@@ -105,7 +105,7 @@ pub fn assign_as_listed(generation: Generation, places: &[TaskPlace]) -> Result<
     Ok(seated(generation, places.iter().collect()))
 }
 
-/// The world whose ranks are the positions in `places`.
+/// Returns the world whose ranks are the positions in `places`.
 fn seated(generation: Generation, places: Vec<&TaskPlace>) -> World {
     let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
     let mut cross_sizes: HashMap<u32, u32> = HashMap::new();
@@ -203,7 +203,7 @@ mod tests {
             }
         }
 
-        /// Where ranks of a host follow each other, both rules give one world.
+        /// Gives one world by both rules if ranks of a host follow each other.
         #[test]
         fn both_rules_agree_where_tasks_of_a_host_follow_each_other(sizes in prop::collection::vec(1usize..5, 1..6)) {
             let hosts = sizes.iter().enumerate().flat_map(|(host, size)| std::iter::repeat_n(host, *size));

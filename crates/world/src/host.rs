@@ -8,8 +8,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Facts about a host, gathered by whoever may do I/O. Two tasks whose facts are equal but for the container may share
-/// memory; transport proves that they do before it uses a shared segment.
+/// Facts about a host, gathered by code that may do I/O. Two tasks whose facts are equal but for the container may
+/// share memory; transport proves that they do before it uses a shared segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Host name up to the first dot.
@@ -51,7 +51,7 @@ fn digest(fields: &[&str]) -> String {
 }
 
 impl HostHash {
-    /// The machine: containers of one machine may share memory.
+    /// Returns the machine: containers of one machine may share memory.
     pub fn machine(&self) -> &str {
         self.0.split_once('/').map_or(&self.0, |(machine, _)| machine)
     }

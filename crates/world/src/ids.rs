@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Newtypes for what can be confused.
+//! Newtypes for numbers that can be confused.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ macro_rules! index {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The number as an index into a per-rank table.
+            /// Returns the number as an index into a per-rank table.
             pub const fn index(self) -> usize {
                 self.0 as usize
             }

@@ -6,7 +6,7 @@
 /// More nodes than any cluster has: a damaged list must not fill the memory.
 const MOST: usize = 1 << 20;
 
-/// The nodes of a list; `None` where it is none.
+/// Returns the nodes of a list; `None` where it is none.
 pub fn expand(list: &str) -> Option<Vec<String>> {
     let mut nodes = Vec::new();
     for entry in split_outside_brackets(list)? {
@@ -29,7 +29,7 @@ pub fn expand(list: &str) -> Option<Vec<String>> {
     (nodes.len() <= MOST && !nodes.is_empty() && nodes.iter().all(|node| is_node(node))).then_some(nodes)
 }
 
-/// The counts of a list such as `4(x3),1`; `None` where it is none.
+/// Returns the counts of a list such as `4(x3),1`; `None` where it is none.
 pub fn repeated(list: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for entry in list.split(',') {

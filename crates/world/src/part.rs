@@ -6,7 +6,7 @@
 use crate::{Error, Rank, TaskId, TaskPlace, World, assign_in_order};
 
 impl World {
-    /// The world of these ranks alone, numbered again in their old order, seen from the same process.
+    /// Returns the world of these ranks alone, numbered again in their old order, seen from the same process.
     ///
     /// # Errors
     /// `RankOutOfRange` for a rank that this world does not have, and when the looking one is not among them;
@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_keep_their_order_and_seats_are_counted_anew() {
+    fn ranks_keep_their_order_and_seats_are_counted_again() {
         let part = world(2).part(&[Rank(4), Rank(2), Rank(1)]).unwrap();
         assert_eq!((part.size(), part.rank, part.generation), (3, Rank(1), Generation(3)));
         let tasks: Vec<u32> = part.seats.iter().map(|seat| seat.task.0).collect();

@@ -29,7 +29,7 @@ pub struct Seat {
 /// All ranks of one generation, seen from one of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct World {
-    /// Which world of the job this is.
+    /// Number of this world in the job.
     pub generation: Generation,
     /// The rank that looks.
     pub rank: Rank,
@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl World {
-    /// A world of one, for a process nobody launched.
+    /// Returns a world of one, for a process without a launcher.
     pub fn alone(host: HostHash) -> Self {
         let seat = Seat {
             task: TaskId(0),
@@ -71,17 +71,17 @@ impl World {
         Self { generation: Generation(0), rank: Rank(0), seats: vec![seat] }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.seats.len()
     }
 
-    /// The looking rank's place.
+    /// Returns the looking rank's place.
     pub fn seat(&self) -> &Seat {
         &self.seats[self.rank.index()]
     }
 
-    /// The same world seen from `rank`.
+    /// Returns the same world seen from `rank`.
     ///
     /// # Errors
     /// `RankOutOfRange` when the world has no such rank.
@@ -92,12 +92,12 @@ impl World {
         Ok(Self { rank, ..self.clone() })
     }
 
-    /// Ranks on the looking rank's host, ascending.
+    /// Returns the ranks on the looking rank's host, ascending.
     pub fn local_ranks(&self) -> Vec<Rank> {
         self.ranks_of(&self.seat().host)
     }
 
-    /// Ranks on `host`, ascending.
+    /// Returns the ranks on `host`, ascending.
     pub fn ranks_of(&self, host: &HostHash) -> Vec<Rank> {
         (0u32..)
             .map(Rank)
@@ -118,13 +118,13 @@ impl World {
         hosts
     }
 
-    /// Ranks on the looking rank's machine: on its host, and on other containers there.
+    /// Returns the ranks on the looking rank's machine: on its host, and on other containers there.
     pub fn ranks_of_machine(&self) -> usize {
         let own = self.seat().host.machine();
         self.seats.iter().filter(|seat| seat.host.machine() == own).count()
     }
 
-    /// The machine of every rank, by number, in the order of their lowest ranks.
+    /// Returns the machine of every rank, by number, in the order of their lowest ranks.
     pub fn machines(&self) -> Vec<u32> {
         let mut numbers: HashMap<&str, u32> = HashMap::new();
         let hosts = self.seats.iter().map(|seat| &seat.host);
@@ -136,7 +136,7 @@ impl World {
             .collect()
     }
 
-    /// Whether every host has the same number of ranks.
+    /// Returns whether every host has the same number of ranks.
     pub fn is_homogeneous(&self) -> bool {
         self.seats.iter().all(|seat| seat.local_size == self.seats[0].local_size)
     }

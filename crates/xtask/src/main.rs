@@ -7,6 +7,7 @@
 mod config_docs;
 mod edges;
 mod files;
+mod openings;
 mod proto;
 
 use std::env;
@@ -21,7 +22,8 @@ fn main() -> Result<()> {
             edges::check(&root)?;
             config_docs::check(&root)?;
             proto::check(&root)?;
-            files::check(&root)
+            files::check(&root)?;
+            openings::check(&root)
         }
         Some("deps") => edges::check(&root),
         Some("docs") => config_docs::write(&root),

@@ -14,7 +14,7 @@ use farandole_reader::{Dataset, Error, Next, Options, Reader};
 const LONGEST: Duration = Duration::from_secs(20);
 /// No batch may be waited for longer, on a busy machine either.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// What the reader may hold of decoded rows.
+/// Limit of the reader for decoded rows, in bytes.
 pub(crate) const BUDGET: u64 = 64 << 20;
 /// Batches of a case at most: a file may say that it has rows without end, each of them the same.
 const BATCHES: usize = 200;

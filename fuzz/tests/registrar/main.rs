@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Garbage for a registrar, on real sockets: from strangers, who have no token, and from a task of the job, which has
-//! one. The job goes on, strangers learn nothing, and nothing panics.
+//! Garbage for a registrar, on real sockets: from strangers without a token, and from a task of the job, which has
+//! one. The job continues, strangers learn nothing, and nothing panics.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod rogue;
@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange};
 use farandole_fuzz::{Limit, Random, cases};
-use farandole_registrar::{Client, Options, Registrar, Relay, host};
-use farandole_world::TaskId;
+use farandole_registrar::{Client, Elastic, Options, Registrar, Relay, host};
+use farandole_world::{Generation, TaskId};
 use rogue::{METHODS, Rogue};
 use tonic::Code;
 
 const DOOR: u64 = 3;
-/// Honest tasks; the one after them is nobody's, or the rogue's.
+/// Honest tasks; the one after them is free, or the rogue's.
 const HONEST: u32 = 2;
 
 /// Whether any thread has panicked: those of the registrar are the runtime's, which survives.
@@ -47,11 +47,28 @@ fn registrar(tasks: u32) -> Registrar {
     Registrar::start(Options { relays: true, port_range, ..Options::from_config(tasks, &config) }).unwrap()
 }
 
+/// One of a job whose workers come and go: a worker that joins may be in the first world.
+fn elastic() -> Registrar {
+    let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+    let port_range = PortRange { first: 0, last: 0 };
+    let options = Options { relays: true, port_range, ..Options::from_config(1, &config) };
+    let elastic = Elastic {
+        first: HONEST,
+        least: 1,
+        most: HONEST + 3,
+        spares: 1,
+        timeout: Duration::from_secs(60),
+        reset_limit: None,
+        cooldown: (Duration::ZERO, Duration::from_secs(1)),
+    };
+    Registrar::start_elastic(options, &elastic).unwrap()
+}
+
 fn connect(registrar: &Registrar, task: u32) -> Client {
     Client::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap()
 }
 
-/// A job at work, which nobody may disturb.
+/// A job at work, which must not be disturbed.
 struct Job {
     registrar: Registrar,
     agents: Vec<Client>,
@@ -77,7 +94,7 @@ impl Job {
         Self { registrar, agents, relays, listener, rounds: 0 }
     }
 
-    /// What a job does: keys, and now and then a link.
+    /// Does the work of a job: keys, and now and then a link.
     fn works(&mut self) {
         self.rounds += 1;
         let key = format!("round/{}", self.rounds % 100);
@@ -99,7 +116,7 @@ impl Job {
 }
 
 #[test]
-fn strangers_learn_nothing_and_disturb_nobody() {
+fn strangers_learn_nothing_and_disturb_no_task() {
     let _alone = ALONE.lock();
     watch_panics();
     let mut job = Job::start();
@@ -144,6 +161,40 @@ fn a_task_of_the_job_that_sends_garbage_stops_no_registrar() {
             let method = METHODS[random.below(METHODS.len())];
             // As its own task, as another one's, or as one that is not there.
             rogue.call(method, random.below(5), random);
+        }
+        assert!(!PANICKED.load(Ordering::Acquire));
+        let limit = Limit::of(Duration::from_secs(10));
+        drop(connect(&registrar, 1));
+        limit.check();
+    });
+}
+
+#[test]
+fn a_worker_that_sends_garbage_stops_no_registrar_of_an_elastic_job() {
+    let _alone = ALONE.lock();
+    watch_panics();
+    cases(|random: &mut Random| {
+        let registrar = elastic();
+        let agents: Vec<Client> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
+        for agent in &agents {
+            agent.register(0, &host::facts(), soon()).unwrap();
+        }
+        // In half of the cases there is a world, whose members, keys and meetings the rogue can speak of.
+        if random.below(2) == 0 {
+            let asked = |agent: &Client| agent.join(Generation(0), &[], soon()).map(drop);
+            std::thread::scope(|scope| {
+                let all: Vec<_> = agents.iter().map(|agent| scope.spawn(move || asked(agent))).collect();
+                all.into_iter().for_each(|one| one.join().unwrap().unwrap());
+            });
+        }
+        let rogue = Rogue::new(registrar.ticket());
+        for _ in 0..40 {
+            let method = if random.below(2) == 0 {
+                ["Join", "Changes", "Leave", "Meet"][random.below(4)]
+            } else {
+                METHODS[random.below(METHODS.len())]
+            };
+            rogue.call(method, random.below(6), random);
         }
         assert!(!PANICKED.load(Ordering::Acquire));
         let limit = Limit::of(Duration::from_secs(10));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody who speaks gRPC, but says anything.
+//! A client that speaks gRPC, but sends anything.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -24,8 +24,8 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
-/// Of the registrar; how many messages go and come is nothing that a stranger has to keep to.
-pub(crate) const METHODS: [&str; 15] = [
+/// Methods of the registrar; a stranger may call them with any number of messages.
+pub(crate) const METHODS: [&str; 16] = [
     "Register",
     "AwaitAssignment",
     "Join",
@@ -35,6 +35,7 @@ pub(crate) const METHODS: [&str; 15] = [
     "Put",
     "PutIfAbsent",
     "Get",
+    "Meet",
     "Records",
     "Result",
     "Exit",
@@ -42,7 +43,7 @@ pub(crate) const METHODS: [&str; 15] = [
     "Relay",
     "Nothing",
 ];
-/// How long the rogue waits for an answer; some calls wait for what never comes.
+/// Time that the rogue waits for an answer; some calls wait for something that never comes.
 const LISTENS: Duration = Duration::from_millis(30);
 const NAME: &str = "registrar.farandole";
 
@@ -123,7 +124,7 @@ impl ServerCertVerifier for Trusting {
     }
 }
 
-/// Whoever says anything.
+/// A client that sends anything.
 pub(crate) struct Rogue {
     address: String,
     token: String,

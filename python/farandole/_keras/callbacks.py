@@ -121,7 +121,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Multiplies a learning rate by a factor that depends on the epoch.
 
     Args:
-        initial_lr: What is multiplied.
+        initial_lr: The learning rate that is multiplied.
         multiplier: A function of the epoch, a fraction unless `staircase`; or a number m, for m to the power of the
             epochs since `start_epoch`.
         start_epoch: The first epoch in which the callback acts.
@@ -257,7 +257,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As in the base class; prints a message at the end."""
+        """Does the same as the base class, and prints a message at the end."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and basics.rank() == 0:
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate()}.")  # noqa: T201

@@ -99,7 +99,7 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state every so many batches, and at the end of every epoch.
 
     Args:
-        state: What is committed.
+        state: The state to commit.
         batches_per_commit: How often; a commit copies the model and asks all ranks.
     """
 
@@ -134,7 +134,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Keeps `state.batch` at the batch that has been done, 0 between epochs.
 
-    Callbacks are told fewer steps for a continued epoch, although Keras 3 runs all of its batches.
+    Callbacks see fewer steps in a continued epoch, although Keras 3 runs all of its batches.
 
     Args:
         state: Has an attribute `batch`.

@@ -28,7 +28,7 @@ class Distribution:
     """Makes an optimizer distributed.
 
     Args:
-        settings: What was asked for.
+        settings: The caller's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -56,7 +56,7 @@ class _Distributed:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new distributed optimizer of the same settings."""
+        """Returns a new distributed optimizer of the same settings."""
         return _wrapped(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
 
     def __reduce__(self) -> Any:
@@ -118,7 +118,7 @@ class _Scaling:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new one of the same settings."""
+        """Returns a new one of the same settings."""
         return _scaling(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
 
     def __reduce__(self) -> Any:
@@ -131,12 +131,12 @@ class _Scaling:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether this is a Keras optimizer."""
+    """Returns whether this is a Keras optimizer."""
     return isinstance(value, keras.optimizers.Optimizer)
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether this optimizer, or the one in it, reduces over all ranks."""
+    """Returns whether this optimizer, or the one in it, reduces over all ranks."""
     return isinstance(value, _Distributed) or isinstance(getattr(value, "inner_optimizer", None), _Distributed)
 
 
@@ -161,11 +161,11 @@ def local_variables(optimizer: Any, others: set[int]) -> set[int]:
 
 
 def distribute(optimizer: Any, settings: Settings) -> Any:
-    """A distributed optimizer with the state of the given one, which is not to be used any more.
+    """Returns a distributed optimizer with the state of the given one, which is not to be used any more.
 
     Args:
         optimizer: Keras's.
-        settings: What is asked for.
+        settings: The caller's settings.
 
     Returns:
         An instance of a subclass of the same name and module, so that saved models load without Farandole.
@@ -197,7 +197,7 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
 
 
 def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
-    """An instance of a subclass that looks like the optimizer's own class.
+    """Returns an instance of a subclass that looks like the optimizer's own class.
 
     It is made without __init__ and given the old one's state: variables, slots and schedules stay what they are.
     """

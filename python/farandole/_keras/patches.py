@@ -15,7 +15,7 @@ _installed = False
 
 
 def install() -> None:
-    """Teaches Keras, once; models and optimizers that are not distributed behave as ever.
+    """Patches Keras, once; models and optimizers that are not distributed behave as before.
 
     - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the others would wait for
       it in their reduction. `compile` may wrap a distributed optimizer by itself, so a subclass would not do.
@@ -70,7 +70,7 @@ def _keep_from_xla() -> None:
         if chosen and concerns(model):
             from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
 
-            # A split step is for who asks for it.
+            # A split step is for callers that ask for it.
             return _xla.problem() is None
         return chosen
 

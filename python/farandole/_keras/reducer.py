@@ -33,11 +33,11 @@ class Reducer(Protocol):
         ...
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients are left to this rank."""
+        """Returns whether a variable's gradients are left to this rank."""
         ...
 
     def agree(self, flag: Any) -> Any:
-        """Whether a boolean is true on all ranks."""
+        """Returns whether a boolean is true on all ranks."""
         ...
 
 
@@ -175,7 +175,7 @@ class _JaxReducer(_Reducer):
 
 
 def make_reducer(settings: Settings) -> Reducer:
-    """The reducer of the backend that Keras runs on.
+    """Returns the reducer of the backend that Keras runs on.
 
     Raises:
         ValueError: When arguments do not fit together, or there is none for the backend.

@@ -23,7 +23,7 @@ class _Watched(list[Any]):
 
 
 def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
-    """The variables that an optimizer made for those it trains, such as momentums.
+    """Returns the variables that an optimizer made for those it trains, such as momentums.
 
     Keras does not record which variable a slot belongs to. So a second optimizer is built from the configuration. It
     makes the same variables in the same order, and passes the trained variable along or iterates over it. Then it is

@@ -13,7 +13,7 @@ import farandole.numpy as arrays
 
 
 def as_array(value: Any) -> Any:
-    """A NumPy array of a tensor, a variable, or what NumPy makes an array of."""
+    """Returns a NumPy array of a tensor, a variable, or what NumPy makes an array of."""
     if isinstance(value, keras.Variable):
         value = value.value
     return keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else np.asarray(value)
@@ -78,12 +78,12 @@ def _dtype(name: str) -> Any:
 
 
 def allgather(value: Any, name: str | None) -> Any:
-    """All ranks' values, one after the other."""
+    """Returns all ranks' values, one after the other."""
     return arrays.allgather(as_array(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None) -> Any:
-    """The root's value."""
+    """Returns the root's value."""
     return arrays.broadcast(as_array(value), root_rank, name=name)
 
 

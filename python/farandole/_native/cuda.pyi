@@ -13,7 +13,7 @@ def inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]
     """Every library and GPU: its name, whether it can be used, and its version and place or why not."""
 
 def built(packages: list[str], /) -> tuple[bool, int]:
-    """Whether there is a driver, and the version code of NCCL; 0 if either is missing."""
+    """Returns whether there is a driver, and the version code of NCCL; 0 if either is missing."""
 
 def packed_bytes(counts: list[int], number: int, /) -> int:
     """Bytes of the buffer that tensors of so many elements are packed into."""
@@ -60,7 +60,7 @@ class Kernels:
 
 @final
 class Ring:
-    """NCCL's communicator of one member, to compare what is put around NCCL with NCCL itself.
+    """NCCL's communicator of one member, to compare the work around NCCL with NCCL itself.
 
     Raises:
         FarandoleEnvironmentError: When the driver, NCCL or the GPU is not there.

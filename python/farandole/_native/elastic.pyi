@@ -60,4 +60,4 @@ class ElasticJob:
             `("failed", exception)`: the job could not begin or go on.
         """
     def end(self) -> None:
-        """Has the job end: with time for last checkpoints the first time, soon the second, at once the third."""
+        """Ends the job: with time for last checkpoints the first time, soon the second, at once the third."""

@@ -49,7 +49,7 @@ class Gathered:
         """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
 
     def fetch(self, address: int, stream: int, /) -> None:
-        """Has a stream of the GPU move the bytes to an address there, behind what makes them. Once; returns at once."""
+        """Lets a stream of the GPU move the bytes to an address there, after the work that makes them. Once only."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -90,7 +90,7 @@ class Reached:
         """Makes all later work on this stream of the GPU wait for the result. Returns at once."""
 
     def is_ready(self) -> bool:
-        """Whether the result is complete."""
+        """Returns whether the result is complete."""
 
 def init(
     comm: Sequence[int] | None,

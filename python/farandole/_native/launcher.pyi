@@ -42,7 +42,7 @@ class Outcome:
         """
     @property
     def reason(self) -> str | None:
-        """Why the job ended, in a sentence naming the rank that failed first; `None` after success."""
+        """The reason why the job ended, in a sentence naming the rank that failed first; `None` after success."""
     @property
     def retry(self) -> bool:
         """Whether no worker failed: another agent was lost or started again, and this task may register again."""
@@ -76,8 +76,8 @@ def run_agent(
             `taskAttemptId()` serves.
         stream_output: Whether lines of stdout and stderr go to the registrar; otherwise to this process's own.
         start_timeout: Seconds to wait for the registrar and for all tasks; default: `FARANDOLE_START_TIMEOUT`.
-        host: Name of the host to register under; default: this host's. Tasks under different names are told apart, as
-            those of different hosts are: their ranks link up by TCP.
+        host: Name of the host to register under; default: this host's. Tasks under different names count as tasks of
+            different hosts: their ranks connect by TCP.
         together: Whether a worker's success is returned only when all workers have ended: when an agent is lost
             meanwhile, all begin again, this one too.
         elastic: Whether the worker starts at once, without a rank, and asks for one by itself: for

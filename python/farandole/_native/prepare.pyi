@@ -69,7 +69,7 @@ def read_manifest(url: str) -> str | None:
     """
 
 def is_whole(url: str, spec: str, part: bytes) -> bool:
-    """Whether the files of a partition that `finish` described are there, with all their bytes."""
+    """Returns whether the files of a partition that `finish` described are there, with all their bytes."""
 
 def verify(url: str) -> tuple[int, int, list[str]]:
     """Reads every file of prepared data: how many, their bytes, and a sentence for each that is not what it was.

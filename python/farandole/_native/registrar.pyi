@@ -125,7 +125,13 @@ class Registrar:
             FarandoleEnvironmentError: Nothing could be listened on.
         """
     def dismiss(self, task: int, reason: str) -> None:
-        """Has a worker of an elastic job leave at its next chance, which is no failure."""
+        """Lets a worker of an elastic job leave at its next chance, which is no failure."""
+    def publish(self, key: str, value: bytes) -> None:
+        """Sets a value that the ranks of the present world find with `farandole._native.values.find`.
+
+        Raises:
+            FarandoleEnvironmentError: The key or the value is too long.
+        """
     @property
     def ticket(self) -> str:
         """The secret that lets a task in: addresses, certificate fingerprint, token, job id."""

@@ -29,11 +29,11 @@ class Store:
         """Writes a file so that no reader sees half of it; makes directories as needed."""
     def create(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one does."""
-    def take(self, lasts: float | None = None) -> str | None:
+    def take(self, lasts: float | None = None, job: str | None = None) -> str | None:
         """Takes a directory for this process alone: the lease's name, `None` if it is in use.
 
         Processes that cannot see this one believe the lease for `lasts` seconds after it was written or renewed, or for
-        a week.
+        a week. A process of a `job` takes the lease of another process of the same job, even of a living one.
         """
     def share(self, lasts: float | None = None) -> str | None:
         """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in `take`."""
@@ -42,11 +42,11 @@ class Store:
     def settle(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
     def is_free(self) -> bool:
-        """Whether no living process uses or reserves the directory."""
+        """Returns whether no living process uses or reserves the directory."""
     def tidy(self) -> None:
         """Deletes the remains of killed uploads directly in this directory; no other process may write here."""
     def exists(self, path: str = "") -> bool:
-        """Whether there is a file of this name, or anything below it."""
+        """Returns whether there is a file of this name, or anything below it."""
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
     def stat(self, path: str) -> _Item:
         """Returns the file or directory at a path; raises an error if there is none."""

@@ -5,7 +5,7 @@
 def start_timeline(path: str, mark_cycles: bool, /) -> None: ...
 def stop_timeline() -> None: ...
 def has_timeline() -> bool:
-    """Whether a timeline is written in this process."""
+    """Returns whether a timeline is written in this process."""
 
 def enter_phase(name: str, /) -> None:
     """A phase of a step begins, inside of those that have begun; nothing where no timeline is written."""

@@ -147,7 +147,7 @@ def _join(comm: Sequence[int] | Communicator | None, process_sets: list[list[int
 
 
 def _place(comm: Communicator) -> tuple[str, int]:
-    """The ticket of the world that a communicator's processes form, and this one's rank in it."""
+    """Returns the ticket of the world that a communicator's processes form, and this one's rank in it."""
     if not comm:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
     rank = comm.Get_rank()
@@ -179,12 +179,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a world and not left it."""
+    """Returns whether this process has joined a world and not left it."""
     return engine.is_initialized()
 
 
 def size() -> int:
-    """Number of processes.
+    """Returns the number of processes.
 
     Raises:
         ValueError: Before `init`.
@@ -193,7 +193,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Number of this process among all, from 0.
+    """Returns the number of this process among all, from 0.
 
     Raises:
         ValueError: Before `init`.
@@ -202,7 +202,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """Number of processes on this host.
+    """Returns the number of processes on this host.
 
     Raises:
         ValueError: Before `init`.
@@ -211,7 +211,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Number of this process on its host, from 0, for example to choose a GPU.
+    """Returns the number of this process on its host, from 0, for example to choose a GPU.
 
     Raises:
         ValueError: Before `init`.
@@ -220,7 +220,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with this local rank.
+    """Returns the number of hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.
@@ -229,7 +229,7 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Number of this host among the hosts that have a process with this local rank.
+    """Returns the number of this host among the hosts that have a process with this local rank.
 
     Raises:
         ValueError: Before `init`.
@@ -238,7 +238,7 @@ def cross_rank() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes.
+    """Returns whether every host has the same number of processes.
 
     Raises:
         ValueError: Before `init`.
@@ -247,7 +247,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads: never, because Farandole does not use MPI.
+    """Returns whether MPI may be used from several threads: never, because Farandole does not use MPI.
 
     Raises:
         ValueError: Before `init`.
@@ -257,28 +257,28 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the operations: never."""
+    """Returns whether MPI carries the operations: never."""
     return False
 
 
 def mpi_built() -> bool:
-    """Whether MPI was compiled in: never."""
+    """Returns whether MPI was compiled in: never."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo carries the operations: never, because the engine has its own links."""
+    """Returns whether Gloo carries the operations: never, because the engine has its own links."""
     return False
 
 
 def gloo_built() -> bool:
-    """Whether Gloo was compiled in: never."""
+    """Returns whether Gloo was compiled in: never."""
     return False
 
 
 @functools.cache
 def _cuda() -> tuple[bool, int]:
-    """Whether there is a driver of CUDA, and NCCL's version code."""
+    """Returns whether there is a CUDA driver, and the version code of NCCL."""
     from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
 
     return cuda.built([folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()])
@@ -293,22 +293,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Whether IBM's DDL was compiled in: never."""
+    """Returns whether IBM's DDL was compiled in: never."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether Intel's oneCCL was compiled in: never."""
+    """Returns whether Intel's oneCCL was compiled in: never."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether the engine works on CUDA memory of torch, which it does if there is a driver."""
+    """Returns whether the engine works on CUDA memory of torch, which it does if there is a driver."""
     return _cuda()[0]
 
 
 def rocm_built() -> bool:
-    """Whether the engine works on ROCm memory: never."""
+    """Returns whether the engine works on ROCm memory: never."""
     return False
 
 

@@ -23,7 +23,7 @@ def anything(name: str, value: Any) -> Any:
 
 
 def at_least(least: int) -> Callable[[str, Any], int]:
-    """A whole number, `least` or more."""
+    """Returns a whole number, `least` or more."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
@@ -36,7 +36,7 @@ def at_least(least: int) -> Callable[[str, Any], int]:
 
 
 def positive(name: str, value: Any) -> float:
-    """A number above zero."""
+    """Returns a number above zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number: {value!r}")
     if not float(value) > 0:
@@ -45,7 +45,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def numbers(name: str, value: Any) -> list[float]:
-    """A list of numbers."""
+    """Returns a list of numbers."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):
         raise TypeError(f"{name} must be a list of numbers: {value!r}")
     return [float(item) for item in value]
@@ -59,7 +59,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """A string that is not empty."""
+    """Returns a string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string: {value!r}")
     if not value:
@@ -68,7 +68,7 @@ def text(name: str, value: Any) -> str:
 
 
 def choice(*options: str) -> Callable[[str, Any], str]:
-    """One of a few words."""
+    """Returns one of a few words."""
 
     def check(name: str, value: Any) -> str:
         if value not in options:
@@ -79,7 +79,7 @@ def choice(*options: str) -> Callable[[str, Any], str]:
 
 
 def names(name: str, value: Any) -> list[str]:
-    """A list of column names; one name alone stands for a list of one."""
+    """Returns a list of column names; one name alone stands for a list of one."""
     columns = [value] if isinstance(value, str) else value
     if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
         raise TypeError(f"{name} must be a list of column names: {value!r}")
@@ -92,26 +92,26 @@ def names(name: str, value: Any) -> list[str]:
 
 
 def names_if_any(name: str, value: Any) -> list[str]:
-    """A list of column names, which may be empty."""
+    """Returns a list of column names, which may be empty."""
     return [] if isinstance(value, list | tuple) and not value else names(name, value)
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """A list of anything; one object alone stands for a list of one."""
+    """Returns a list of anything; one object alone stands for a list of one."""
     if isinstance(value, str | dict):
         raise TypeError(f"{name} must be a list: {value!r}")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def function(name: str, value: Any) -> Any:
-    """Something to call."""
+    """Checks that a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function: {value!r}")
     return value
 
 
 def functions(name: str, value: Any) -> list[Any]:
-    """A list of functions of (output, label), or of one list of them per label."""
+    """Returns a list of functions of (output, label), or of one list of them per label."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
         if not callable(item) and not (isinstance(item, list | tuple) and all(callable(one) for one in item)):
@@ -120,7 +120,7 @@ def functions(name: str, value: Any) -> list[Any]:
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
-    """A list of shapes, one per column."""
+    """Returns a list of shapes, one per column."""
     if not isinstance(value, list | tuple) or not all(isinstance(shape, list | tuple) for shape in value):
         raise TypeError(f"{name} must be a list of shapes, one per column: {value!r}")
     for shape in value:

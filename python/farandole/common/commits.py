@@ -6,7 +6,8 @@
     <prefix>/runs/<run_id>/checkpoint.previous    the one before, which is used if the last one is damaged
 
 One rank writes, in its own thread. Training waits for it only at the end. While a commit is being written, others are
-skipped, so a slow store does not slow down training.
+skipped, so a slow store does not slow down training. That rank holds a lease of the run, so that no other job or fit
+writes there at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import io
 import json
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from farandole.stores.remote_store import RemoteStore
     from farandole.stores.store import Store
 
 _log = logging.getLogger("farandole")
@@ -38,7 +41,8 @@ class StoredCommits:
     """
 
     def __init__(self, store: Store | str, run_id: str, every: int) -> None:
-        from farandole.stores.store import Store  # noqa: PLC0415 - few states have a store
+        from farandole.stores import tenure  # noqa: PLC0415 - few states have a store
+        from farandole.stores.store import Store  # noqa: PLC0415 - as above
 
         if every < 1:
             raise ValueError(f"every must be at least 1: {every}")
@@ -47,6 +51,7 @@ class StoredCommits:
             raise ValueError(f"the store keeps no runs, because it was made with save_runs=False: {made!r}")
         self.run_id = run_id
         self._remote = made.to_remote(run_id)
+        self._tenure = tenure.Tenure(made.get_run_path(run_id), run_id)
         self._every = every
         self._begun = 0
         self._thread: threading.Thread | None = None
@@ -57,8 +62,24 @@ class StoredCommits:
         """The directory."""
         return self._remote.run_path
 
+    def hold(self) -> None:
+        """Takes the lease of the run, before this process reads or writes commits.
+
+        Raises:
+            RunInUseError: Another job or a fit holds it.
+        """
+        self._tenure.begin()
+
+    def pass_on(self) -> None:
+        """Leaves the lease to the process of this job that is rank 0 now."""
+        self._tenure.forget()
+
+    def end(self) -> None:
+        """Gives the lease back, after the last commit."""
+        self._tenure.end()
+
     def is_due(self, commits: int) -> bool:
-        """Whether a commit must be written now.
+        """Returns whether a commit must be written now.
 
         Args:
             commits: Its number.
@@ -67,7 +88,7 @@ class StoredCommits:
         return not busy and commits - self._begun >= self._every
 
     def has(self, commits: int) -> bool:
-        """Whether a commit was written, once `wait` has returned.
+        """Returns whether a commit was written, once `wait` has returned.
 
         Args:
             commits: Its number.
@@ -75,7 +96,7 @@ class StoredCommits:
         return self._begun == commits and self._failure is None
 
     def begin(self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]) -> None:
-        """Has a commit written in another thread.
+        """Writes a commit in another thread.
 
         Args:
             commits: Its number.
@@ -90,7 +111,8 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
-                self._remote.write_checkpoint(self._remote.checkpoint_filename, data)
+                self._tenure.check()
+                self._run().write_checkpoint(self._remote.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
@@ -105,16 +127,28 @@ class StoredCommits:
         return self._failure
 
     def resume(self) -> bytes | None:
-        """The commit to continue from; `None` where there is none.
+        """Returns the commit to continue from; `None` where there is none.
 
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._remote.resume()
+        return self._run().resume()
+
+    def _run(self) -> RemoteStore:
+        """The paths of the run, with the key that seals its commits. If the driver has the secret, it is asked once.
+
+        Raises:
+            FarandoleEnvironmentError: The driver does not answer.
+        """
+        from farandole.stores import keys  # noqa: PLC0415 - few states have a store
+
+        if self._remote.seal_key is None and keys.are_at_the_driver():
+            self._remote = replace(self._remote, seal_key=keys.asked_for(self.run_id))
+        return self._remote
 
 
 def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
-    """A zip archive of arrays and plain values.
+    """Returns a zip archive of arrays and plain values.
 
     Args:
         arrays: NumPy's, or what it makes arrays of.
@@ -129,7 +163,7 @@ def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """The inverse of `pack`; runs no code.
+    """Inverts `pack`; runs no code.
 
     Args:
         data: What `pack` returned. Arrays of types that NumPy does not know come back as their bytes.
@@ -142,7 +176,7 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a value is unchanged by writing it as JSON and reading it."""
+    """Returns whether a value is unchanged by writing it as JSON and reading it."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

@@ -16,7 +16,7 @@ _known: list[bool] = []
 
 
 def is_horovods() -> bool:
-    """Whether gradients are Horovod's. Looked up once in a world.
+    """Returns whether gradients are Horovod's. Looked up once in a world.
 
     Raises:
         ValueError: When the variable is neither `farandole` nor `horovod`.

@@ -70,6 +70,8 @@ class State:
             run_id: Names the directory of this job in `<store>/runs`. Use the same name when the job is started again.
             every: Interval in commits between writes. While a commit is being written, others are skipped.
 
+        Only one job at a time writes a run: the training function raises an error while another job or a fit has it.
+
         Raises:
             ValueError: `every` is below 1, or the store cannot be used.
             TypeError: An attribute cannot be saved to a store.
@@ -139,7 +141,7 @@ class State:
         """Adapts to a new world; nothing to do by default."""
 
     def _to_store(self) -> None:
-        """Has the last commit written where it is due."""
+        """Writes the last commit if it is due."""
         if self._stored is None:
             return
         self._writes = self._rank() == 0
@@ -173,9 +175,20 @@ class State:
                 self._settle()
             self._stored.wait()
 
+    def _end_store(self) -> None:
+        """Lets others write the run."""
+        if self._stored is not None:
+            self._stored.end()
+
     def _from_store(self) -> None:
-        """Takes the state from the store, in rank 0 of a world in which no rank has it."""
-        if self._stored is None or self._synced or self._rank() != 0:
+        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0 holds the run."""
+        if self._stored is None:
+            return
+        if self._rank() != 0:
+            self._stored.pass_on()
+            return
+        self._stored.hold()
+        if self._synced:
             return
         found = self._stored.resume()
         if found is None:
@@ -373,7 +386,8 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         while True:
             try:
                 state._from_store()  # noqa: SLF001 - its own module's
-                # Always, also when hosts only went: were newcomers to come as well, they would wait for those who skip.
+                # Always, also if hosts only left: if new workers joined as well, they would wait for workers that skip
+                # this.
                 state.sync()
                 state._synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)
@@ -400,11 +414,14 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 def _in_store(state: State) -> Iterator[None]:
     """Around all worlds of a training function: its last commit is in the store when it has returned."""
     try:
-        yield
-    except BaseException:
-        state._leave_store()  # noqa: SLF001 - its own module's
-        raise
-    state._finish()  # noqa: SLF001 - its own module's
+        try:
+            yield
+        except BaseException:
+            state._leave_store()  # noqa: SLF001 - its own module's
+            raise
+        state._finish()  # noqa: SLF001 - its own module's
+    finally:
+        state._end_store()  # noqa: SLF001 - its own module's
 
 
 def leave_and_join() -> None:

@@ -52,7 +52,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The set of hosts has changed: training continues from here in a new world.
 
     Attributes:
-        skip_sync: Whether ranks were only removed, so that the state of those who stay needs no synchronization.
+        skip_sync: Whether ranks were only removed, so that the state of the others needs no synchronization.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -61,12 +61,12 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The message about a part that was built with another version than the installed one."""
+    """Returns the message about a part that was built with another version than the installed one."""
     return f"{name} was built with version {version}, but this is installed: {installed_version}"
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Something was saved or built with another version than the installed one."""
+    """The error of an object that was saved or built with another version than the installed one."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

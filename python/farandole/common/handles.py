@@ -62,7 +62,7 @@ class _Whole:
         return _Whole(self._finish, self._before + outcomes)
 
     def __call__(self, outcomes: list[Any]) -> Any:
-        """The result, or the first failure."""
+        """Returns the result, or the first failure."""
         outcomes = self._before + outcomes
         for outcome in outcomes:
             if isinstance(outcome, Exception):
@@ -93,7 +93,7 @@ class HandleTable:
         self._joins = 0
 
     def name(self, operation: str, name: str | None, process_set: ProcessSet | None = None) -> str:
-        """The name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
+        """Returns the name ranks agree on: the user's, or a number that counts the unnamed operations of this module.
 
         Members of a set issue its unnamed operations in the same order, so the numbers agree; every set has its own,
         since ranks are members of different ones. If the operations differ, their names do not, so that ranks hear of
@@ -109,7 +109,7 @@ class HandleTable:
         return f"{family}.{next(self._numbers[ranks])}"
 
     def names(self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None) -> list[str]:
-        """The names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second on.
+        """Returns the names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second on.
 
         The first does not tell how many there are, so ranks whose groups differ in size meet in it, and hear of that.
 
@@ -147,7 +147,7 @@ class HandleTable:
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Whether `synchronize(handle)` would return at once.
+        """Returns whether `synchronize(handle)` would return at once.
 
         Raises:
             ValueError: When the handle was consumed already, or never given out.
@@ -197,7 +197,7 @@ def _unknown(handle: int) -> NoReturn:
 
 
 def set_number(process_set: ProcessSet) -> int:
-    """The engine's number of a process set.
+    """Returns the engine's number of a process set.
 
     Raises:
         ValueError: When it is not registered.
@@ -208,7 +208,7 @@ def set_number(process_set: ProcessSet) -> int:
 
 
 def members_of(process_set: ProcessSet) -> list[int]:
-    """The global ranks of a registered process set, ascending.
+    """Returns the global ranks of a registered process set, ascending.
 
     Raises:
         ValueError: When it is not registered, or before `init`.

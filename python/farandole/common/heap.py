@@ -60,12 +60,12 @@ class Heap:
         self._trim.argtypes = [ctypes.c_size_t]
 
     def used(self) -> int:
-        """Bytes that the program has and has not freed."""
+        """Returns the bytes that the program has and has not freed."""
         info = self._info()
         return info.uordblks + info.hblkhd
 
     def resident(self) -> int:
-        """Bytes of memory that are no pages of files."""
+        """Returns the bytes of memory that are no pages of files."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
@@ -82,12 +82,12 @@ class Watch:
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
         self._looks: deque[tuple[float, int]] = deque()
-        """When, and how many bytes were resident and not used."""
+        """Times of the last looks, each with the bytes that were resident and unused."""
         self._rest = 0
         """Bytes that a trim could not return, because other allocators hold them."""
 
     def look(self, now: float) -> bool:
-        """One look, at this time in seconds; whether it trimmed."""
+        """Returns one look, at this time in seconds; whether it trimmed."""
         used = self._heap.used()
         self._looks.append((now, self._heap.resident() - used))
         while len(self._looks) > _LOOKS and self._looks[1][0] <= now - _SECONDS:

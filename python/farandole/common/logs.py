@@ -28,7 +28,7 @@ _SLEEP = 3600
 """Seconds between two looks at an empty queue: whatever arrives wakes the thread at once."""
 
 _LAST_WORDS = 5.0
-"""Seconds that handlers have at exit for what is left."""
+"""Seconds that handlers have at exit for the remaining events."""
 
 
 class _Fallback(logging.Handler):
@@ -59,7 +59,7 @@ _fallback = _Fallback()
 
 
 def start() -> None:
-    """Has the engine's events logged from now on, from the level that was asked for.
+    """Logs the engine's events from now on, from the configured level.
 
     That is `FARANDOLE_LOG_LEVEL`, else the level of the logger `farandole`, else `WARNING`. Does nothing where no event
     can have that level.

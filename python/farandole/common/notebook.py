@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which shows HTML."""
+    """Returns whether this process is the kernel of a notebook, which shows HTML."""
     if "IPython" not in sys.modules:
         return False
     shell: Any = sys.modules["IPython"].get_ipython()

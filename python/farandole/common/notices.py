@@ -20,11 +20,11 @@ _LEAVES_WITHIN = 2.0
 """Seconds that telling the registrar of a leave may take."""
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name))
-"""The notices: SIGTERM of clouds, Slurm's `--signal` and Kubernetes; SIGPWR of a power supply that fails."""
+"""The notices: SIGTERM of a batch system, a hook or a person; SIGPWR of a power supply that fails."""
 
 
 def is_elastic() -> bool:
-    """Whether this process is a worker of an elastic job."""
+    """Returns whether this process is a worker of an elastic job."""
     told = (os.environ.get(name, "").lower() for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC"))
     return any(value in ("1", "true", "on", "yes") for value in told)
 
@@ -58,7 +58,7 @@ def heeded() -> Iterator[None]:
 
 
 def heed() -> dict[int, Any]:
-    """Has `SIGNALS` mean to leave in time, where they mean nothing else yet.
+    """Handles `SIGNALS` as notices of an early end, unless they have handlers already.
 
     The second of them ends the process as it would have without.
 
@@ -80,7 +80,7 @@ def heed() -> dict[int, Any]:
         nonlocal noticed
         del frame
         if noticed:
-            # The second one, while the registrar was told of the first.
+            # The second one, while the first is being reported to the registrar.
             give_back()
             signal.raise_signal(number)
             return

@@ -48,7 +48,7 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Number of its ranks; `None` when it is not registered."""
+        """Returns the number of its ranks; `None` when it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
@@ -65,7 +65,7 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this process is a member, also before the set is registered."""
+        """Returns whether this process is a member, also before the set is registered."""
         return None if self.ranks is None else basics.rank() in self.ranks
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ Groups: TypeAlias = "int | list[list[Any]] | None"
 
 
 def check_predivide(factor: float, op: int) -> tuple[float, float]:
-    """The factors before and after a reduction.
+    """Returns the factors before and after a reduction.
 
     Raises:
         ValueError: When there is a factor and the reduction is no average.
@@ -41,10 +41,10 @@ def choose_groups(groups: Any, num_groups: int) -> Any:
 
 
 def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
-    """The groups by the keys of their variables.
+    """Returns the groups by the keys of their variables.
 
     Raises:
-        ValueError: When the number is not positive, or a list has what is no variable or one twice.
+        ValueError: The number is not positive, or a list has an object that is no variable, or a variable twice.
     """
     if groups is None:
         return None

@@ -71,7 +71,7 @@ def sweep(folder: Path) -> None:
 
 
 def own_folder() -> Path:
-    """A directory that only this user can look into.
+    """Returns a directory that only this user can look into.
 
     Raises:
         OSError: There is something else in its place.
@@ -85,7 +85,7 @@ def own_folder() -> Path:
 
 
 def _held() -> tuple[Path, int] | None:
-    """A new directory and the descriptor that holds it; `None` where there is no place for one or no locks."""
+    """Returns a new directory and the descriptor that holds it; `None` where there is no place for one or no locks."""
     try:
         folder = own_folder()
         sweep(folder)

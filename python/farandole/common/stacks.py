@@ -37,7 +37,7 @@ def _serve(bell: int) -> None:
 
 
 def describe() -> str:
-    """The Python stack of every thread but the calling one, innermost frame last."""
+    """Returns the Python stack of every thread but the calling one, innermost frame last."""
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to see other threads
     threads = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     threads.sort(key=lambda thread: thread is not threading.main_thread())

@@ -22,7 +22,7 @@ Average = 0
 Sum = 1
 """Sum."""
 Adasum = 2
-"""Adaptive summation: what ranks agree on counts once, what is orthogonal adds up."""
+"""Adaptive summation: equal parts of ranks' gradients count once, orthogonal parts add up."""
 Min = 3
 """Smallest."""
 Max = 4
@@ -39,22 +39,22 @@ _ROUNDED = {Average: 6, Sum: 7}
 
 
 def rounds_sums(compression: object) -> bool:
-    """Whether a compressor, Farandole's or the user's own, lets partial sums be rounded between hosts."""
+    """Returns whether a compressor, Farandole's or the user's own, lets partial sums be rounded between hosts."""
     return bool(getattr(compression, "rounds_partial_sums", False))
 
 
 def rounded(op: int, rounds: bool = True) -> int:
-    """The engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
+    """Returns the engine's number of a reduction, with partial sums rounded between hosts if `rounds`."""
     return _ROUNDED.get(op, op) if rounds else op
 
 
 def exact(number: int) -> int:
-    """The reduction that has this number in the engine, whether it rounds partial sums or not."""
+    """Returns the reduction that has this number in the engine, whether it rounds partial sums or not."""
     return next((op for op, theirs in _ROUNDED.items() if theirs == number), number)
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """The reduction that results from `op` and the deprecated `average`.
+    """Returns the reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given, or `op` is not on offer.
@@ -74,7 +74,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is a power of two. Adasum no longer requires it."""
+    """Returns whether a number of ranks is a power of two. Adasum no longer requires it."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -86,12 +86,12 @@ def split_list(l: list[_T], n: int) -> list[list[_T]]:  # noqa: E741 - Horovod's
 
 
 def is_iterable(x: object) -> bool:
-    """Whether something can be iterated over."""
+    """Returns whether something can be iterated over."""
     return isinstance(x, Iterable)
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """A function that takes `op` and the deprecated `average`, and gives the reduction that they ask for together.
+    """Returns a function that takes `op` and the deprecated `average`, and returns the reduction for both.
 
     Args:
         reduce_ops: Not used: the numbers of reductions are this module's.
@@ -101,7 +101,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is equal to or later than another one. A pre-release is earlier than its release.
+    """Returns whether a version is equal to or later than another one. A pre-release is earlier than its release.
 
     Args:
         ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.
@@ -146,7 +146,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Whether the framework of that name, `"torch"` or `"tensorflow"`, sees a GPU in this process.
+    """Returns whether the framework of that name, `"torch"` or `"tensorflow"`, sees a GPU in this process.
 
     Raises:
         ImportError: The framework is not installed.
@@ -180,7 +180,7 @@ def get_extension_full_path(pkg_path: str, *args: str) -> str:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework is installed: one of `EXTENSIONS`.
+    """Returns whether a framework is installed: one of `EXTENSIONS`.
 
     Args:
         ext_base_name: Its name.
@@ -221,19 +221,19 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI was compiled in: never."""
+    """Returns whether MPI was compiled in: never."""
     del verbose
     return False
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether Gloo was compiled in: never."""
+    """Returns whether Gloo was compiled in: never."""
     del verbose
     return False
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """As `farandole.common.basics.nccl_built`."""
+    """Like `farandole.common.basics.nccl_built`."""
     from farandole.common import basics  # noqa: PLC0415 - it imports this module
 
     del verbose
@@ -241,12 +241,12 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's DDL was compiled in: never."""
+    """Returns whether IBM's DDL was compiled in: never."""
     del verbose
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's oneCCL was compiled in: never."""
+    """Returns whether Intel's oneCCL was compiled in: never."""
     del verbose
     return False

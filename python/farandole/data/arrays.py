@@ -42,7 +42,7 @@ class Run:
 
 
 def converter(framework: str) -> Convert:
-    """The function that turns batches into dicts.
+    """Returns the function that turns batches into dicts.
 
     Args:
         framework: `numpy` or `torch`.
@@ -91,7 +91,7 @@ TEXTS: tuple[str, ...] = ("utf8", "binary")
 
 
 def objects(batch: Batch, name: str, dtype: str) -> Any:
-    """The values of a column of texts or bytes, as a NumPy array of `str` or `bytes`.
+    """Returns the values of a column of texts or bytes, as a NumPy array of `str` or `bytes`.
 
     Args:
         batch: As the reader gives it.
@@ -165,7 +165,7 @@ def _torch() -> Convert:
 
 
 def nested(rows: Jagged, framework: str) -> Any:
-    """A column of nested rows as a batch has it.
+    """Returns a column of nested rows as a batch has it.
 
     Args:
         rows: Their values and offsets.
@@ -179,7 +179,7 @@ def nested(rows: Jagged, framework: str) -> Any:
 
 
 def wrapper(framework: str) -> Wrap:
-    """The function that makes a batch of the result of a `transformation_fn`.
+    """Returns the function that makes a batch of the result of a `transformation_fn`.
 
     Args:
         framework: `numpy` or `torch`, which `converter` has accepted.

@@ -50,7 +50,7 @@ class Roles:
         return [*self.kept, self.validation] if isinstance(self.validation, str) else self.kept
 
     def described(self) -> list[tuple[str, str]]:
-        """Every column with what it is for, in the words of messages."""
+        """Returns every column with what it is for, in the words of messages."""
         pairs = [("feature column", name) for name in self.features]
         pairs += [("label column", name) for name in self.labels]
         if self.weight is not None:
@@ -66,7 +66,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
     Args:
         roles: the columns asked for.
         present: the columns there are.
-        where: what was searched, in the words of messages.
+        where: the searched source, in the words of messages.
 
     Raises:
         ValueError: naming the column and what might have been meant.
@@ -90,7 +90,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
 
 
 def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """The shape of one row, from a shape as users write it.
+    """Returns the shape of one row, from a shape as users write it.
 
     Args:
         shape: of one row, or of a batch with -1 for its rows first; one more size may be left open by -1.

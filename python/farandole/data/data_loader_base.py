@@ -60,7 +60,7 @@ class BaseDataLoader(ABC):
         return None
 
     def _reached(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
-        """Told before a batch is handed out: the consumer is at `mark`."""
+        """Is called before a batch is returned: the consumer is then at `mark`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch."""
@@ -119,7 +119,7 @@ class AsyncDataLoaderMixin:
 
 
 class _End:
-    """The last thing in a queue, with what went wrong."""
+    """The last item of a queue, with the error."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -152,7 +152,7 @@ class _Run:
         self._put(_End(error))
 
     def _put(self, item: Any) -> bool:
-        """Whether a consumer still waits for batches."""
+        """Returns whether a consumer still waits for batches."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=_SLICE)

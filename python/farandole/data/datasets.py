@@ -61,7 +61,7 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
 
 
 def is_place(paths: str | Sequence[str]) -> bool:
-    """Whether `open_dataset` would open a directory. It may contain other files than files of rows.
+    """Returns whether `open_dataset` would open a directory. It may contain other files than files of rows.
 
     Args:
         paths: As for `open_dataset`.
@@ -98,17 +98,17 @@ def _refuse_prepared(places: Sequence[Found]) -> None:
 
 
 def _values(path: str) -> dict[str, str]:
-    """The values in the names of a file's directories."""
+    """Returns the values in the names of a file's directories."""
     pairs = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part]
     return {unquote(name): unquote(value) for name, value in pairs if value != _NULL}
 
 
 def linked(store: AbstractFilesystemStore, dataset: Dataset) -> str:
-    """A URL by which every process opens these very files, without a look at each.
+    """Returns a URL by which every process opens these very files, without a look at each.
 
     Args:
         store: Where the small file behind the URL goes, if one is needed.
-        dataset: What was opened.
+        dataset: The opened data set.
     """
     if dataset.prepared:
         return dataset.url

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from farandole.data.splits import Sides
 
 SIDE = "__validation"
-"""Column by which the native writer is told the side of each row."""
+"""Column that gives the native writer the side of each row."""
 MISSING = 0
 """Index of a missing value in a column of categories."""
 UNSEEN = 1
@@ -34,7 +34,7 @@ SUFFIX = "__missing"
 
 
 def source_of(name: str, present: Iterable[str]) -> str:
-    """The column that a column is made of: `age` for `age__missing`, and for every other one itself.
+    """Returns the column that a column is made of: `age` for `age__missing`, and for every other one itself.
 
     Args:
         name: Of a feature.
@@ -45,7 +45,7 @@ def source_of(name: str, present: Iterable[str]) -> str:
 
 
 def sources_of(names: Iterable[str], present: Iterable[str]) -> list[str]:
-    """The columns to read for some others, each once.
+    """Returns the columns to read for some others, each once.
 
     Args:
         names: Of columns, some of which may say where others are missing.
@@ -79,7 +79,7 @@ class Encoding:
         learned: Mapping[str, str] | None = None,
         ragged: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The encoding in a fitted model.
+        """Returns the encoding in a fitted model.
 
         Args:
             categories: By column.
@@ -92,7 +92,7 @@ class Encoding:
         return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
-        """As text for a file."""
+        """Returns the encoding as text for a file."""
         categories = {name: list(values) for name, values in self.categories.items()}
         told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
         ragged = {name: asdict(one) for name, one in self.ragged.items()}
@@ -100,7 +100,7 @@ class Encoding:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> Self:
-        """The inverse of `to_json`.
+        """Inverts `to_json`.
 
         Args:
             text: Of the file.
@@ -115,7 +115,7 @@ class Encoding:
         return {name: value for name, value in self.fill.items() if name not in self.categories}
 
     def encode(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-        """A batch with columns as they are written; numbers are not filled yet.
+        """Returns a batch with columns as they are written; numbers are not filled yet.
 
         Args:
             batch: With the columns that `sources_of` names.
@@ -138,7 +138,7 @@ class Encoding:
         return {} if self.sides is None else {"validation": {"column": SIDE}}
 
     def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:
-        """One column as it is written; numbers are not filled yet.
+        """Returns one column as it is written; numbers are not filled yet.
 
         Args:
             name: Of the column.
@@ -192,7 +192,7 @@ class Encoding:
 
 
 def plain(column: Any, name: str) -> Any:
-    """A column of categories as one of large texts, int64 or booleans.
+    """Returns a column of categories as one of large texts, int64 or booleans.
 
     Args:
         column: As it came.

@@ -61,7 +61,7 @@ class Wish:
     def of(
         cls, categories: Any, fill: Any, labels: Iterable[str], split: Split | None = None, ragged: Any = None
     ) -> Self:
-        """The request in the arguments of a function.
+        """Returns the request in the arguments of a function.
 
         Args:
             categories: Names, or a mapping as `categories` above.
@@ -86,7 +86,7 @@ class Wish:
         return not self.categories and not self._words() and self.split is None and not self.ragged
 
     def told(self) -> list[Any]:
-        """As plain values, for keys; nothing where `fill` says all of it."""
+        """Returns plain values, for keys; nothing if `fill` says all of it."""
         if not self.categories and self.split is None and not self.ragged:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]
@@ -94,7 +94,7 @@ class Wish:
         return [told | ({"ragged": {name: asdict(one) for name, one in self.ragged.items()}} if self.ragged else {})]
 
     def known(self) -> Encoding | None:
-        """The encoding, where there is nothing to learn."""
+        """Returns the encoding, where there is nothing to learn."""
         if self.split or self._words() or any(not isinstance(values, list) for values in self.categories.values()):
             return None
         if any(not isinstance(one, Ragged) for one in self.ragged.values()):
@@ -134,7 +134,7 @@ class Wish:
         return {name: value for name, value in self.fill.items() if isinstance(value, str) and value in WORDS}
 
     def plan(self, schema: pa.Schema, roles: Roles) -> dict[str, list[str]]:
-        """The values to learn from each column.
+        """Returns the values to learn from each column.
 
         Args:
             schema: Of the rows.
@@ -169,7 +169,7 @@ class Wish:
         return plan
 
     def _expanded(self, schema: pa.Schema, roles: Roles) -> dict[str, str]:
-        """The words by column, `"*"` being all features of numbers that have no value of their own."""
+        """Returns the words by column, `"*"` being all features of numbers that have no value of their own."""
         words = self._words()
         everywhere = words.pop("*", None)
         for name, word in words.items():
@@ -182,7 +182,7 @@ class Wish:
         return words
 
     def of_rows(self, names: Sequence[str]) -> Self:
-        """The same, with the columns of rows whose content decides the split.
+        """Returns the same, with the columns of rows whose content decides the split.
 
         Args:
             names: Of the columns.
@@ -190,7 +190,7 @@ class Wish:
         return self if self.split is None else replace(self, split=replace(self.split, hashed=tuple(names)))
 
     def reads(self, plan: Mapping[str, Sequence[str]], roles: Roles) -> list[str]:
-        """The columns that a `Learner` looks at.
+        """Returns the columns that a `Learner` looks at.
 
         Args:
             plan: As `plan` made it.
@@ -200,7 +200,7 @@ class Wish:
         return list(dict.fromkeys([*plan, *side, *(self.split.reads if self.split is not None else [])]))
 
     def fulfilled(self, plan: Mapping[str, Sequence[str]], learner: Learner) -> Encoding:
-        """The encoding, once rows were looked at.
+        """Returns the encoding, once rows were looked at.
 
         Args:
             plan: As `plan` made it.
@@ -238,7 +238,7 @@ class Learner:
     def __init__(
         self, plan: Mapping[str, Sequence[str]], validation: float | str | None = None, split: Split | None = None
     ) -> None:
-        """Nothing is counted yet.
+        """Starts without rows.
 
         Args:
             plan: Of `Wish.plan`.
@@ -288,7 +288,7 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     Args:
         source: The rows.
         roles: The columns.
-        wish: What was asked for.
+        wish: The request.
         threads: Files read at the same time.
 
     Raises:
@@ -334,7 +334,7 @@ def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -
 
 
 def encoding_at(url: str) -> Encoding | None:
-    """The encoding that `note_encoding` stored.
+    """Returns the encoding that `note_encoding` stored.
 
     Args:
         url: Of training or validation data.
@@ -405,10 +405,10 @@ def _is_training(column: Any) -> Any:
 
 
 def needed(wish: Wish, names: Iterable[str], present: Iterable[str]) -> bool:
-    """Whether rows must be encoded before they are written.
+    """Returns whether rows must be encoded before they are written.
 
     Args:
-        wish: What was asked for.
+        wish: The request.
         names: Of the columns that are wanted.
         present: Columns that the rows have.
     """

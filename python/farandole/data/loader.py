@@ -90,7 +90,7 @@ class ParquetLoader(BaseDataLoader):
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at once. It never
                 changes the order. What a `transformation_fn` makes comes on top.
             threads: Decoding threads; default: 2. Storage over the network is fetched by threads of its own.
-            inmemory_cache_all: Keeps what was decoded in shared memory, for all loaders of this host that read the same
+            inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host that read the same
                 columns: later epochs read no file. It needs as much memory as the decoded data set.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record batch, a table, or a
                 dict of arrays.
@@ -128,7 +128,7 @@ class ParquetLoader(BaseDataLoader):
         self._made = self._taken = self._next
         self._turns: Turns | None = None
         self._length_suffix = ""
-        """How columns of lengths of ragged columns are called; there are none without it."""
+        """Suffix of the columns with the lengths of ragged columns; without it there are no such columns."""
         self._paths: str | list[str] | None = None
         if isinstance(path_or_dataset, str | os.PathLike):
             self._paths = full_path(os.fspath(path_or_dataset))
@@ -206,7 +206,7 @@ class ParquetLoader(BaseDataLoader):
 
     @property
     def epoch(self) -> int:
-        """Which epoch the next iteration is."""
+        """The number of the next iteration's epoch."""
         return self._next[0] if self._turns is None else self._turns.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,13 +219,13 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows))
 
     def __len__(self) -> int:
-        """Batches of the next iteration: of a whole epoch, or of what is left of the one that was resumed."""
+        """Batches of the next iteration: of a whole epoch, or of the rest of the resumed one."""
         if self._turns is not None:
             return self._turns.rounds_left()
         return self._reader.steps(self._next[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
+        """Returns the position of the consumer: less than a kilobyte, the same on all ranks after the same batches.
 
         Taken after any batch, it makes another loader of the same data set continue with the row after it, also one of
         another `batch_size` or `size`. A batch counts as soon as it was handed out. A `State` of an elastic job that is
@@ -278,7 +278,7 @@ class ParquetLoader(BaseDataLoader):
             self._turns.start_at(Place(epoch, rows, left))
 
     def _nested(self) -> list[str]:
-        """Columns whose batches are nested: they have no rows that could be chosen."""
+        """Returns the columns whose batches are nested: they have no rows that could be chosen."""
         return [name for name, one in self._ragged.items() if one.nested]
 
     def take_turns(self, books: Turns | None = None) -> Turns:
@@ -341,7 +341,7 @@ class ParquetLoader(BaseDataLoader):
             yield batch
 
     def _read_turns(self, turns: Turns) -> Iterator[dict[str, Any]]:
-        """As `_iterate`, piece by piece, as the books say."""
+        """Like `_iterate`, piece by piece, as the books say."""
         epoch = turns.begin()
         batches: Iterator[dict[str, Any]] = iter(())
         goes_on: Piece | None = None
@@ -388,8 +388,7 @@ class ParquetLoader(BaseDataLoader):
         """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a worker process.
 
         As long as there are batches for all workers of all ranks, every worker reads as if it were a rank: no two
-        decode the same rows. What is left at the end is less than a batch for every worker; it is dealt out batch by
-        batch.
+        decode the same rows. The rest at the end is less than a batch for every worker; it is dealt out batch by batch.
         """
         round_rows = workers * self.size * self.batch_size
         rounds = (self.dataset.rows - start) // round_rows
@@ -410,7 +409,7 @@ class ParquetLoader(BaseDataLoader):
                 batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
     def as_torch_dataset(self) -> Any:
-        """The loader as a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
+        """Returns a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(..., batch_size=None)`.
 
         In a `DataLoader` with workers, batches are as many and as large as without, and every row comes once; their
         rows are others, since every worker reads as if it were a rank. Every iteration is the next epoch, with workers
@@ -421,7 +420,7 @@ class ParquetLoader(BaseDataLoader):
         return TorchDataset(self)
 
     def as_tf_dataset(self) -> Any:
-        """The loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
+        """Returns the loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration is the next epoch."""
         from farandole.data.tf_dataset import tf_dataset  # noqa: PLC0415 - optional
 
         return tf_dataset(self)
@@ -449,7 +448,7 @@ class ParquetLoader(BaseDataLoader):
 
 
 def _whole(name: str, value: Any, least: int = 0) -> int:
-    """An argument that counts something."""
+    """Returns an argument that counts something."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -460,7 +459,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _piece(told: Any) -> Piece:
-    """A piece of a state, checked."""
+    """Returns a piece of a state, checked."""
     piece = Piece(*told)
     least = Piece(0, 0, 0, 1, 1, 0, 1)
     piece = Piece(*(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What Pillow may open: for others it has decoders that are rarely used, and it runs Ghostscript for EPS."""
+"""Formats that Pillow may open. Its other decoders are rarely used, and for EPS it runs Ghostscript."""
 _FITS = ("stretch", "crop", "pad")
 
 
@@ -57,7 +57,7 @@ class Image:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         for name, value in (("height", self.height), ("width", self.height if self.width is None else self.width)):
             _whole(name, value, "an image")
         for name, value, known in (
@@ -138,7 +138,7 @@ class Image:
 
 
 def _of_bytes(image: Any) -> Any:
-    """An image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
+    """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16 bits above 255 white."""
     import numpy as np  # noqa: PLC0415 - optional
     from PIL import Image as Pillow  # noqa: PLC0415
 
@@ -168,7 +168,7 @@ class Audio:
     channels: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
             _whole(name, getattr(self, name), "a sound")
 
@@ -256,7 +256,7 @@ class Decode:
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
     def __call__(self, batch: Any) -> dict[str, Array]:
-        """The columns of a batch as arrays.
+        """Returns the columns of a batch as arrays.
 
         Args:
             batch: A `pyarrow.RecordBatch`, or a dict of arrays.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
-from farandole.data.marks import Mark
+from farandole.stores.marks import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ class Place(Mark):
         """Finds out which partitions a killed preparation had finished; their bytes are read and compared.
 
         Args:
-            spec: What is prepared, as `farandole._native.prepare` has it.
+            spec: The preparation, as `farandole._native.prepare` has it.
             prefix: URL of the store.
         """
         train = NativeStore(self.train_url)
@@ -204,7 +204,7 @@ def _manifest(url: str) -> dict[str, Any] | None:
 
 
 def _complete(store: AbstractFilesystemStore, index: int, key: str, *, validates: bool) -> bool:
-    """Whether manifests have this key, and all files that they name exist with the right size."""
+    """Returns whether manifests have this key, and all files that they name exist with the right size."""
     urls = [store.get_train_data_path(index), *([store.get_val_data_path(index)] if validates else [])]
     for url in urls:
         manifest = _manifest(url)
@@ -217,7 +217,7 @@ def _complete(store: AbstractFilesystemStore, index: int, key: str, *, validates
 
 
 def _begun(url: str) -> str | None:
-    """The key of a preparation that has not ended."""
+    """Returns the key of a preparation that has not ended."""
     try:
         return str(json.loads(NativeStore(url).read(_PREPARATION))["key"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -236,7 +236,7 @@ def _last_used(directory: NativeStore) -> float:
 
 
 def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> bool:
-    """Whether a place may be emptied if no process uses it."""
+    """Returns whether a place may be emptied if no process uses it."""
     url = store.get_train_data_path(index)
     directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
     theirs = [name for name, _ in directory.list() if not name.startswith(("_lease-", "_use-"))]

@@ -59,7 +59,7 @@ class PreparedData:
     reused: bool = False
     """Whether the data had been prepared before."""
     dropped: int = 0
-    """Rows that the validation column puts on neither side."""
+    """Number of rows that the validation column assigns to neither side."""
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
     encoding: Encoding | None = field(default=None, repr=False)
@@ -88,7 +88,7 @@ class PreparedData:
             self.place.release()
 
     def __enter__(self) -> Self:
-        """The data itself."""
+        """Returns the data itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,13 +171,13 @@ def prepare_data(
         statistics: Whether the result has those of features and labels: one more pass, kept with the data.
 
     Returns:
-        What was prepared, and where. This process holds it until `release`, or its end.
+        The prepared data, with its places. This process holds it until `release`, or its end.
 
     Raises:
         ImportError: pyarrow is not installed: `pip install 'farandole[data]'`.
         FileNotFoundError: There is no such file.
         ValueError: Rows that do not fit, files that disagree, no rows on a side; the message names the column or file.
-        OSError: The store refused; another try continues with what is missing.
+        OSError: The store refused; another attempt continues with the missing files.
     """
     from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
 
@@ -209,7 +209,7 @@ def roles_of(
     weight: str | None,
     validation: float | str | None,
 ) -> Roles:
-    """The role of each column of a source.
+    """Returns the role of each column of a source.
 
     Raises:
         ValueError: A column is missing, or is two things; or a share that cannot be.
@@ -251,13 +251,13 @@ def spec_of(
 
 
 def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A split that gives both sides a row, where a share of few rows has left one without any.
+    """Returns a split that gives both sides a row, where a share of few rows has left one without any.
 
     The row with the least hash of all goes to validation, or the one with the largest to training: the same one however
     the rows are cut.
 
     Args:
-        parts: What was written, of all partitions.
+        parts: The written files of all partitions.
         spec: How.
 
     Returns:
@@ -286,7 +286,7 @@ def texts(fill: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit]:
-    """The rows as they are written."""
+    """Returns the rows as they are written."""
     if encoding is None:
         return source.units(roles.selected)
 
@@ -318,7 +318,7 @@ def prepare(
         store: Where to.
         roles: The columns.
         spec: What `spec_of` said, and more.
-        kind: Who asks: it decides how long the data is kept, see `places`.
+        kind: The caller, which decides how long the data is kept, see `places`.
         wish: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
@@ -366,7 +366,7 @@ def prepare(
 
 
 def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
-    """The content of a place's manifests."""
+    """Returns the content of a place's manifests."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
     encoding = encoding_at(place.train_url)
@@ -384,7 +384,7 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
 
 
 def columns_of(stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None) -> dict[str, Column]:
-    """Columns as batches hold them.
+    """Returns the columns as batches hold them.
 
     Args:
         stored: Name, element and shape of each.
@@ -408,7 +408,7 @@ class _Writing:
         self._parts: dict[int, bytes] = {}
 
     def run(self, units: list[Unit], threads: int) -> list[bytes]:
-        """Writes what is not there yet.
+        """Writes missing parts.
 
         Returns:
             What `commit` wants, of all partitions.

@@ -45,13 +45,13 @@ class Pad:
     buckets: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         _check(max_length=self.max_length, buckets=self.buckets)
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
 
     def known(self, dtype: str, longest: int) -> Ragged:
-        """The column, once its rows were looked at.
+        """Returns the column, once its rows were looked at.
 
         Args:
             dtype: of the values.
@@ -72,11 +72,11 @@ class Nested:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be."""
+        """Refuses impossible values."""
         _check(max_length=self.max_length)
 
     def known(self, dtype: str, longest: int) -> Ragged:
-        """As `Pad.known`."""
+        """Like `Pad.known`."""
         most = self.max_length or longest
         return Ragged(dtype, 0, most, most, nested=True)
 
@@ -95,12 +95,12 @@ class Jagged:
     offsets: Array
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Returns the number of rows."""
         return len(self.offsets) - 1
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a column becomes nested tensors.
+    """Returns whether a column becomes nested tensors.
 
     Args:
         value: a `Pad`, `Nested` or `Ragged`, or the fields of one in a dict.
@@ -110,7 +110,7 @@ def is_nested(value: Any) -> bool:
 
 
 def lengths_of(name: str) -> str:
-    """The name under which the lengths of a nested column travel beside its values.
+    """Returns the name under which the lengths of a nested column travel beside its values.
 
     Args:
         name: of the column.
@@ -139,7 +139,7 @@ class Ragged:
         return cls(**value) if isinstance(value, Mapping) else value
 
     def width(self, longest: int) -> int:
-        """The length of a batch.
+        """Returns the length of a batch.
 
         Args:
             longest: of its rows.
@@ -152,7 +152,7 @@ class Ragged:
         return -(-self.max_length // self.buckets)
 
     def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
-        """Rows of one length, (rows, length).
+        """Returns the rows of one length, (rows, length).
 
         Args:
             starts: of each row's values, and where the last one's end.
@@ -172,7 +172,7 @@ class Ragged:
         return out
 
     def lengths(self, batch: Batch, name: str) -> Array:
-        """How many values each row of a batch of prepared data has, (rows,).
+        """Returns the number of values in each row of a batch of prepared data, (rows,).
 
         Args:
             batch: of the native reader.
@@ -211,7 +211,7 @@ class Ragged:
         return Jagged(np.frombuffer(values, self.dtype), starts)
 
     def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
-        """The rows of an Arrow column; a null has no values.
+        """Returns the rows of an Arrow column; a null has no values.
 
         Args:
             column: of lists.
@@ -222,7 +222,7 @@ class Ragged:
         return self.padded(starts, values, fixed=fixed)
 
     def lengths_of_arrow(self, column: Any) -> Array:
-        """How many values each row of an Arrow column has, (rows,).
+        """Returns the number of values in each row of an Arrow column, (rows,).
 
         Args:
             column: of lists.
@@ -231,7 +231,7 @@ class Ragged:
         return np.minimum(lengths.astype(np.int64), self.max_length)
 
     def stored(self, column: Any, name: str) -> pa.Array:
-        """An Arrow column of lists as it is prepared: the bytes of each row's values.
+        """Returns an Arrow column of lists as it is prepared: the bytes of each row's values.
 
         Args:
             column: of lists; a null has no values.
@@ -249,7 +249,7 @@ class Ragged:
         return pa.Array.from_buffers(pa.large_binary(), len(column), [None, ends, whole])
 
     def _flat(self, column: Any, name: str) -> tuple[Array, Array]:
-        """Where each row's values start, and the values, no more than count."""
+        """Returns the offset of each row's first value, and the values of rows cut to the greatest length."""
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
         compute: Any = pc

@@ -42,7 +42,7 @@ class Split:
     """Columns whose content decides, with `stratify`."""
 
     def tally(self) -> Any:
-        """The facts about all rows that the split needs."""
+        """Returns the facts about all rows that the split needs."""
         return {"stratify": _Classes, "group": _Groups, "time": _Times}[self.by](self)
 
     @property
@@ -54,7 +54,7 @@ class Split:
 def split_of(
     share: float | str | None, stratify: str | None, group: str | None, time: str | None, seed: int
 ) -> Split | None:
-    """The split that three arguments ask for; `None` where rows alone decide.
+    """Returns the split that three arguments ask for; `None` where rows alone decide.
 
     Args:
         share: Of the rows, or a column.
@@ -80,7 +80,7 @@ def split_of(
 
 
 def hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hashes:
-    """A hash of each row.
+    """Returns a hash of each row.
 
     Args:
         batch: The rows.
@@ -151,7 +151,7 @@ def _of_text(text: str) -> int:
 
 
 def _texts(column: Any) -> tuple[list[str | None], Hashes]:
-    """The values of a column as texts, and which of them each row has."""
+    """Returns the values of a column as texts, and which of them each row has."""
     import numpy as np  # noqa: PLC0415 - as above
     import pyarrow as pa  # noqa: PLC0415
 
@@ -241,7 +241,7 @@ class _Groups:
 
 @dataclass
 class _Times:
-    """When rows were."""
+    """The split of rows by their time."""
 
     split: Split
     quantile: Quantile = field(default_factory=Quantile)
@@ -259,7 +259,7 @@ class _Times:
         self.quantile.merge(other.quantile)
 
     def sides(self) -> Sides:
-        """The rule that holds out the latest rows.
+        """Returns the rule that holds out the latest rows.
 
         Raises:
             ValueError: all rows are of one time.
@@ -286,7 +286,7 @@ class Sides:
     cut: float = 0.0
 
     def held_out(self, batch: pa.RecordBatch) -> pa.Array:
-        """Whether each row is for validation.
+        """Returns for each row whether it is for validation.
 
         Args:
             batch: With the columns that the split reads.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FILE = "_statistics.json"
 _BINS = 10
 _CELLS = 4096
-"""Numbers of a column that are told apart: about three digits."""
+"""Number of distinct buckets of a column: about three digits."""
 _MOST_VALUES = 65536
 _SHOWN = 100
 """Values of a column of strings that are kept, the most frequent ones."""
@@ -85,11 +85,11 @@ class Statistics:
     columns: dict[str, ColumnStatistics]
 
     def __getitem__(self, name: str) -> ColumnStatistics:
-        """Those of one column."""
+        """Returns the statistics of one column."""
         return self.columns[name]
 
     def drift(self, source: Any, *, optional: Iterable[str] = (), **reading: Any) -> dict[str, Drift]:
-        """The drift of the columns of another source, the largest first, then columns without an index.
+        """Returns the drift of the columns of another source, the largest first, then columns without an index.
 
         Args:
             source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
@@ -107,7 +107,7 @@ class Statistics:
         return dict(sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index)))
 
     def to_values(self) -> dict[str, Any]:
-        """As plain values, which JSON can write."""
+        """Returns plain values, which JSON can write."""
         return {name: asdict(one) for name, one in self.columns.items()}
 
     @classmethod
@@ -120,7 +120,7 @@ class Statistics:
         return cls({name: ColumnStatistics(**one) for name, one in values.items()})
 
     def to_json(self) -> str:
-        """As text."""
+        """Returns the statistics as text."""
         return json.dumps(self.to_values())
 
     @classmethod
@@ -151,7 +151,7 @@ def statistics_of(source: Any, columns: Sequence[str] | None = None, *, threads:
 
 
 def statistics_at(url: str) -> Statistics | None:
-    """The statistics that are kept with prepared data.
+    """Returns the statistics that are kept with prepared data.
 
     Args:
         url: Of the training data.
@@ -161,7 +161,7 @@ def statistics_at(url: str) -> Statistics | None:
 
 
 def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int) -> Statistics:
-    """Those that are kept with prepared data; they are computed where there are none.
+    """Returns the statistics that are stored with prepared data, or computes them if there are none.
 
     Args:
         url: Of the training data.
@@ -239,7 +239,7 @@ class _Tally:
 
     def statistics(self) -> ColumnStatistics:
         if self.kind in ("number", "list") and self.mean.count:
-            # The largest number of its cell: what is in the cell is then below the edge in any other count, too.
+            # The largest number of its cell: the rows in the cell are then below the edge in any other count, too.
             deciles = [self.cells.up_to(bin_ / _BINS) for bin_ in range(1, _BINS)]
             edges = sorted({one for one in deciles if one is not None})
             cells, rows = self.cells.numbers()
@@ -256,7 +256,7 @@ class _Tally:
 
 
 def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
-    """Rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
+    """Returns the rows up to each edge, and above the last one; of each value one, or as many as `rows` says."""
     import numpy as np  # noqa: PLC0415 - optional
 
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
@@ -273,7 +273,7 @@ def _counted_anywhere(
 
 
 def _opened(source: Any, reading: dict[str, Any]) -> Any:
-    """A source that was opened, or a Spark DataFrame."""
+    """Returns a source that was opened, or a Spark DataFrame."""
     return source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
 
 
@@ -366,7 +366,7 @@ def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
 
 
 def _index(before: Sequence[int], now: Sequence[int]) -> float:
-    """The population stability index of two counts of the same bins; NaN if one has no rows."""
+    """Returns the population stability index of two counts of the same bins; NaN if one has no rows."""
     if not sum(before) or not sum(now):
         return math.nan
     shares = [

@@ -26,7 +26,7 @@ _LEAST_EXPONENT = -1200
 
 
 def numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """The finite values of a column of numbers as float64.
+    """Returns the finite values of a column of numbers as float64.
 
     Args:
         column: integers, floats, booleans, decimals, dates or times.
@@ -111,7 +111,7 @@ class Quantile:
         self._count((key >> shift, count) for key, count in other.cells.items())
 
     def at(self, share: float) -> float | None:
-        """The number below or at which a share of the rows is; between two of them, their mean.
+        """Returns the number below or at which a share of the rows is; between two of them, their mean.
 
         Args:
             share: 0.5 is the median.
@@ -132,14 +132,14 @@ class Quantile:
         return lower
 
     def numbers(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """The numbers in their order, and the rows of each."""
+        """Returns the numbers in their order, and the rows of each."""
         import numpy as np  # noqa: PLC0415 - as above
 
         keys = sorted(self.cells)
         return np.array([self._number(key) for key in keys]), np.array([self.cells[key] for key in keys], np.int64)
 
     def below_last(self, share: float) -> float | None:
-        """The number at or below which about a share of the rows is, and above which there is a row.
+        """Returns the number at or below which about a share of the rows is, and above which there is a row.
 
         Args:
             share: Of the rows.
@@ -156,7 +156,7 @@ class Quantile:
         return self._last_of(keys[-2]) if len(keys) > 1 else None
 
     def up_to(self, share: float) -> float | None:
-        """The least number that ends a cell and that at least a share of the rows does not exceed.
+        """Returns the least number that ends a cell and that at least a share of the rows does not exceed.
 
         Args:
             share: Of the rows.
@@ -169,7 +169,7 @@ class Quantile:
         return None
 
     def _last_of(self, key: int) -> float:
-        """The largest number of a cell."""
+        """Returns the largest number of a cell."""
         return self._number((key << self.dropped) + (1 << self.dropped) - 1, whole=True)
 
     def _count(self, pairs: Any) -> None:
@@ -249,7 +249,7 @@ class Values:
         return min(self.counts, key=lambda value: (-self.counts[value], value), default=None)
 
     def categories(self, most: int | None) -> list[Any]:
-        """The values in their order.
+        """Returns the values in their order.
 
         Args:
             most: Takes that many alone, those that occur most often.

@@ -84,11 +84,11 @@ class TorchDataset(IterableDataset):
             yield batch
 
     def take_turns(self, books: Turns | None = None) -> Turns:
-        """As `ParquetLoader.take_turns`; of a `DataLoader` without worker processes."""
+        """Like `ParquetLoader.take_turns`; of a `DataLoader` without worker processes."""
         return self._loader.take_turns(books)
 
     def follow_world(self) -> None:
-        """As `ParquetLoader.follow_world`; of a `DataLoader` without worker processes."""
+        """Like `ParquetLoader.follow_world`; of a `DataLoader` without worker processes."""
         self._loader.follow_world()
         self._restart()
 

@@ -43,7 +43,7 @@ class Shapes:
         self._known: dict[str, Any] | None = None
 
     def given(self, result: dict[str, Any], others: Callable[[], Generator[dict[str, Any]]]) -> dict[str, Any]:
-        """The result; where it has no rows, with the types and shapes of another one that has.
+        """Returns the result; where it has no rows, with the types and shapes of another one that has.
 
         Args:
             result: Arrays by name.
@@ -177,7 +177,7 @@ def _call_here(batch: Any) -> Any:
 
 
 def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
-    """A batch as a `pyarrow.RecordBatch` that shares its memory; only booleans are copied.
+    """Returns a batch as a `pyarrow.RecordBatch` that shares its memory; only booleans are copied.
 
     Args:
         batch: As the reader gives it.
@@ -225,7 +225,7 @@ def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """The result of a function, as arrays by name."""
+    """Returns the result of a function, as arrays by name."""
     if isinstance(result, dict):
         return result
     names = getattr(result, "column_names", None) or getattr(getattr(result, "schema", None), "names", None)
@@ -236,7 +236,7 @@ def _checked(result: Any) -> dict[str, Any]:
 
 
 def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
-    """A column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows, length)`.
+    """Returns a column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows, length)`.
 
     Args:
         name: Of the column, for messages.

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     stride: int = 1
 
     def part(self, number: int, parts: int) -> Piece:
-        """One of several parts of it."""
+        """Returns one of several parts of it."""
         return self._replace(offset=self.offset + number * self.stride, stride=self.stride * parts)
 
 
@@ -45,11 +45,11 @@ class Round(NamedTuple):
     is_divided: bool
 
     def piece(self, number: int) -> Piece:
-        """The piece of one of them."""
+        """Returns the piece of one of them."""
         return self.whole.part(number, self.size) if self.is_divided else self.whole._replace(rank=number)
 
     def pieces(self) -> list[Piece]:
-        """All of them."""
+        """Returns all of them."""
         return [self.piece(number) for number in range(self.size)]
 
 
@@ -94,7 +94,7 @@ class Turns:
 
     @classmethod
     def told(cls, records: Sequence[dict[str, Any] | None]) -> Turns:
-        """The state of a new rank, from the records of the others; call `agree` next."""
+        """Returns the state of a new rank, from the records of the others; call `agree` next."""
         one = next(record for record in records if record is not None)
         return cls(one["total"], one["batch"], one["drops"], 0, len(records), one["place"])
 
@@ -161,7 +161,7 @@ class Turns:
         return max(0, -(-(read - piece.offset) // piece.stride))
 
     def record(self, finishes: bool = False) -> dict[str, Any]:
-        """The message to the other ranks; it may say what is true after `finished`, before that is called."""
+        """Returns the message to the other ranks; it may describe the state after `finished` before that call."""
         rounds, dealt, hand = (0, [], []) if finishes else (self.rounds, list(self.dealt), list(self.hand))
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
         return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}

@@ -35,7 +35,7 @@ basics.on_init(_reset)
 
 
 def is_traced(values: Sequence[Any]) -> bool:
-    """Whether some value has not been computed yet."""
+    """Returns whether some value has not been computed yet."""
     return any(isinstance(value, Tracer) for value in values)
 
 

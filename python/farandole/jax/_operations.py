@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a gradient of its own: `forward` of arrays, `backward` of the results' gradients."""
+    """Returns a function with a gradient of its own: `forward` of arrays, `backward` of the results' gradients."""
     function = jax.custom_vjp(forward)
     function.defvjp(lambda *values: (forward(*values), None), lambda _, grads: backward(grads))
     return function

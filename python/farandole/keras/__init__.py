@@ -100,7 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is asked for."""
+    """Loads the requested name."""
     if name in ("callbacks", "elastic"):
         return importlib.import_module(f"farandole.keras.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,7 +54,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def _as_told_by_jax(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Has failures in compiled steps, of which JAX makes errors of its own, raised as what they are."""
+    """Raises failures in compiled steps with their own types, which JAX replaces by its own errors."""
     import jax  # noqa: PLC0415 - the backend
 
     @functools.wraps(func)

@@ -92,7 +92,7 @@ class LightningState(TorchState):
         super().__init__(**kwargs)
 
     def fit(self, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Has a trainer continue from the last commit, and commits while it trains.
+        """Lets a trainer continue from the last commit, and commits while it trains.
 
         Args:
             trainer: Of this world, with the strategy `"farandole"`; made in the training function.
@@ -139,7 +139,7 @@ class LightningState(TorchState):
         )
 
     def samplers(self) -> list[ElasticSampler]:
-        """The samplers among the attributes."""
+        """Returns the samplers among the attributes."""
         return [value for value in vars(self).values() if isinstance(value, ElasticSampler)]
 
     def has_done(self, trainer: Any, batches: int) -> None:
@@ -153,7 +153,7 @@ class LightningState(TorchState):
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Whether a commit follows: where no gradients wait, and not after an epoch's last batch.
+        """Returns whether a commit follows: where no gradients wait, and not after an epoch's last batch.
 
         That epoch is not over before its validation is.
 
@@ -175,12 +175,12 @@ class LightningState(TorchState):
 
 
 def _dumped(trainer: Any) -> dict[str, Any]:
-    """The content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
+    """Returns the content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
 
 
 def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
+    """Returns a checkpoint as if the epoch in progress were to begin: its data begins where the state says."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     for kind in ("total", "current"):
         done = progress[kind]["completed"]
@@ -189,7 +189,7 @@ def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Moments:
-    """When a fit commits."""
+    """The points of a fit at which the state is committed."""
 
     def __init__(self, state: LightningState) -> None:
         self._state = state
@@ -219,12 +219,12 @@ class _Moments:
             self._state.commit()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Has samplers begin the next epoch."""
+        """Lets samplers begin the next epoch."""
         del module
         self._state.has_ended(trainer)
 
 
 def _commits(package: str, state: LightningState) -> Any:
-    """The callback, for one of Lightning's packages."""
+    """Returns the callback, for one of Lightning's packages."""
     base = import_module(package).Callback
     return type("FarandoleCommits", (_Moments, base), {"__module__": __name__})(state)

@@ -40,17 +40,17 @@ class _World:
 
     @property
     def main_address(self) -> str:
-        """Not used: ranks meet through the session."""
+        """Unused address: ranks connect through the session."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Not used, as the address."""
+        """Unused port: ranks connect through the session."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process is a rank of some world."""
+        """Returns whether this process is a rank of some world."""
         return hvd.is_initialized()
 
     def world_size(self) -> int:
@@ -106,7 +106,7 @@ def environment_class(package: str) -> type[Any]:
 
 @cache
 def strategy_class(package: str) -> type[Any]:
-    """The strategy for one of Lightning's packages.
+    """Returns the strategy for one of Lightning's packages.
 
     Args:
         package: `lightning.pytorch` or `pytorch_lightning`.
@@ -158,7 +158,7 @@ def strategy_class(package: str) -> type[Any]:
             self._launcher = None
 
         def setup_distributed(self) -> None:
-            """Has the world begin, and torch.distributed in it."""
+            """Starts the world, and torch.distributed in it."""
             import torch.distributed as dist
 
             import farandole.torch.distributed  # noqa: F401 - registers the backend

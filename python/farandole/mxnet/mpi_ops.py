@@ -89,7 +89,7 @@ _also = (handle_average_backwards_compatibility, start_timeline, stop_timeline)
 
 
 def _like(tensor: Any, value: Any) -> Any:
-    """An array of MXNet's where `tensor` is, of the same kind."""
+    """Returns an array of MXNet's where `tensor` is, of the same kind."""
     make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
     return make(value, ctx=tensor.context, dtype=value.dtype)
 
@@ -155,7 +155,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Any]:
-    """As `grouped_allreduce`, but overwrites the arrays and returns them."""
+    """Like `grouped_allreduce`, but overwrites the arrays and returns them."""
     reduced = grouped_allreduce(tensors, average, name, priority, prescale_factor, postscale_factor, process_set, op)
     for tensor, value in zip(tensors, reduced, strict=True):
         tensor[:] = value
@@ -172,7 +172,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Any:
-    """As `grouped_allreduce` for one array."""
+    """Like `grouped_allreduce` for one array."""
     return grouped_allreduce([tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op)[0]
 
 
@@ -186,7 +186,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Any:
-    """As `allreduce`, but overwrites the array and returns it."""
+    """Like `allreduce`, but overwrites the array and returns it."""
     return grouped_allreduce_([tensor], average, name, priority, prescale_factor, postscale_factor, process_set, op)[0]
 
 
@@ -196,7 +196,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """As `allgather` for several arrays as one unit."""
+    """Like `allgather` for several arrays as one unit."""
     del priority
     if not tensors:
         return []
@@ -229,7 +229,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's array on every rank, a new one.
+    """Returns the root's array on every rank, a new one.
 
     Args:
         tensor: The same shape and dtype everywhere.
@@ -252,7 +252,7 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As `broadcast`, but overwrites the array and returns it."""
+    """Like `broadcast`, but overwrites the array and returns it."""
     tensor[:] = broadcast(tensor, root_rank, name, priority, process_set)
     return tensor
 
@@ -293,7 +293,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """As `reducescatter` for several arrays as one unit."""
+    """Like `reducescatter` for several arrays as one unit."""
     del priority
     if not tensors:
         return []

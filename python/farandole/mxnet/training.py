@@ -78,15 +78,15 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._num_groups = num_groups
 
     def __getattr__(self, item: str) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return getattr(self._optimizer, item)
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def _reduce(self, index: Any, grad: Any) -> None:
@@ -110,15 +110,15 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         self._optimizer.set_learning_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Any) -> None:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         self._optimizer.set_lr_mult(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Any) -> None:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
 

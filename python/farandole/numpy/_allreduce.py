@@ -164,7 +164,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """As `allreduce`, but overwrites `tensor`, any writable array, and returns it."""
+    """Like `allreduce`, but overwrites `tensor`, any writable array, and returns it."""
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
     return synchronize(_start_in_place(tensor, name, op, factors, process_set, attended=True))
@@ -248,6 +248,6 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """As `grouped_allreduce`, but overwrites the writable arrays and returns them."""
+    """Like `grouped_allreduce`, but overwrites the writable arrays and returns them."""
     op = choose_op(op, average)
     return synchronize(_submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set))

@@ -41,7 +41,7 @@ table = HandleTable("numpy")
 
 
 def number_of(dtype: np.dtype[Any]) -> int:
-    """The engine's number of a dtype.
+    """Returns the engine's number of a dtype.
 
     Raises:
         ValueError: When it has none.
@@ -53,7 +53,7 @@ def number_of(dtype: np.dtype[Any]) -> int:
 
 
 def address_of(array: Array) -> int:
-    """The address of the first element."""
+    """Returns the address of the first element."""
     return array.__array_interface__["data"][0]
 
 
@@ -68,7 +68,7 @@ def as_input(value: ArrayLike) -> Array:
 
 
 def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
-    """As `as_input`, with memory for a result of the same shape and dtype: a private copy serves as its own result."""
+    """Like `as_input`, with memory for a result of the same shape and dtype, which may be the private copy."""
     array = _checked(value)
     if is_plain(array):
         return array, np.empty_like(array)
@@ -89,7 +89,7 @@ def _plain(array: Array) -> Array:
 
 
 def is_plain(array: Array) -> bool:
-    """Whether the engine can work on the array's own memory."""
+    """Returns whether the engine can work on the array's own memory."""
     flags = array.flags
     return flags.c_contiguous and flags.aligned and array.dtype.isnative
 
@@ -115,7 +115,7 @@ def copy_back(target: Array, source: Array) -> Array:
 
 
 def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Array, list[int]]:
-    """The array in memory the engine has filled, without a copy, and the rows every member gave."""
+    """Returns the array in memory the engine has filled, without a copy, and the rows every member gave."""
     rows: list[int] = outcome.rows if outcome is not None else []
     shape = (sum(rows), *tail)
     if outcome is None or len(outcome) == 0:
@@ -124,7 +124,7 @@ def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Ar
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once.
+    """Returns whether `synchronize(handle)` would return at once.
 
     Raises:
         ValueError: When the handle was consumed already, or never given out.

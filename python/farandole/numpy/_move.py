@@ -62,7 +62,7 @@ def _start_allgather(
 
 
 def gather_with_rows(value: ArrayLike, name: str | None, process_set: ProcessSet) -> tuple[Array, list[int]]:
-    """As `allgather`; returns also the number of rows every member gave."""
+    """Like `allgather`; returns also the number of rows every member gave."""
     return synchronize(_start_allgather(value, name, process_set, lambda *both: both, attended=True))
 
 
@@ -125,7 +125,7 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
-    """As `allgather`, for several arrays as one unit."""
+    """Like `allgather`, for several arrays as one unit."""
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
 
@@ -232,7 +232,7 @@ def broadcast(
 def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """As `broadcast`, but overwrites `tensor`, any writable array, and returns it."""
+    """Like `broadcast`, but overwrites `tensor`, any writable array, and returns it."""
     return synchronize(_start_broadcast_in_place(tensor, root_rank, name, process_set, attended=True))
 
 

@@ -46,7 +46,7 @@ def _check(op: int) -> None:
 
 
 def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
-    """The input and memory for the own rows."""
+    """Returns the input and memory for the own rows."""
     source = as_input(value)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
@@ -167,5 +167,5 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """As `reducescatter`, for several arrays as one unit."""
+    """Like `reducescatter`, for several arrays as one unit."""
     return synchronize(grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor))

@@ -82,7 +82,7 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
 
     Args:
         value: `None`, booleans, numbers, strings, bytes, arrays of numbers, and dicts, lists and tuples of these.
-        other: Gives a plain value for what is none of these, and which `unpack`'s `other` takes back.
+        other: Maps other objects to plain values, which `unpack`'s `other` maps back.
 
     Raises:
         TypeError: It holds something else; the message says what and where.
@@ -93,7 +93,7 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _no_other) -> Any:
-    """The inverse of `pack`. Runs no code, whatever the bytes are.
+    """Inverts `pack`. Runs no code, whatever the bytes are.
 
     Args:
         data: What `pack` returned.
@@ -121,7 +121,7 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
 
 
 def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
-    """The value as JSON. A list is a list; all else that JSON does not have is an object with one key, its kind."""
+    """Returns the value as JSON. Types that JSON does not have become an object with one key, their kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):

@@ -54,13 +54,13 @@ def gpus(number: int | None, use_gpu: bool, name: str) -> int:
 
 
 def renamed(name: str, value: Any, current: str, default: Any) -> Any:
-    """The value of an argument that has an older name too.
+    """Returns the value of an argument that has an older name too.
 
     Args:
         name: The older name.
-        value: What was passed by it; `None` for nothing.
+        value: Its argument; `None` for nothing.
         current: The name by which it goes now.
-        default: What was passed by that.
+        default: The argument of the other name.
     """
     if value is None:
         return default
@@ -110,7 +110,7 @@ class Adapter(ABC):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `run`, and returns references to the results at once."""
+        """Like `run`, and returns references to the results at once."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

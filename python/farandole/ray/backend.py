@@ -23,6 +23,7 @@ from farandole.runner.elastic.conduct import conduct as conduct_elastic
 from farandole.runner.gang import Agents, conduct, payload
 from farandole.runner.limits import start_limit
 from farandole.runner.outcome import Ending
+from farandole.runner.show import training
 from farandole.runner.streams import Streams
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class RayBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; an elastic job returns the results of its last world.
+        """Like `Backend.run`; an elastic job returns the results of its last world.
 
         Raises:
             FarandoleJobError: As `Backend.run`.
@@ -137,7 +138,9 @@ class RayBackend(Backend):
         packed = payload(fn, args, kwargs)
         output = self._streams.output(size)
         taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
-        changes: dict[str, str | None] = {**taken, **self._env, **(env or {}), **timelines.variables()}
+        under_way = training.current()
+        changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
+        changes |= under_way.variables() | timelines.variables()
         ray = needed()
         self.check()
         if not ray.is_initialized():
@@ -150,23 +153,23 @@ class RayBackend(Backend):
                 registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
                 work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth, elastic=True)
                 crew = RayCrew(registrar, work, most, needs, output)
-                return conduct_elastic(registrar, crew, output, on_progress, Drains(), ends_on_error=True)
+                return conduct_elastic(registrar, crew, output, on_progress, Drains(), under_way, ends_on_error=True)
         with self._reserved(output) as group:
             registrar = Registrar(size, start_timeout=limit)
             work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
             agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
-            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start")
+            endings = conduct(registrar, agents, size, output, on_progress, limit, "Ray actors to start", under_way)
         return outcome.results(endings, size)
 
     def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
-        """The placement group of a job of fixed size: the current one, or one of its own."""
+        """Returns the placement group of a job of fixed size: the current one, or one of its own."""
         group = current_placement_group()
         if group is not None:
             return contextlib.nullcontext(group)
         return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream."""
+        """Returns the arguments that make a backend of the same kind and numbers: no environment, no stream."""
         return {
             "num_workers": self._num_workers,
             "use_gpu": self._use_gpu,
@@ -181,11 +184,11 @@ class RayBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Number of ranks, or of those that the job begins with."""
+        """Returns the number of ranks, or of those that the job begins with."""
         return self._num_workers
 
     def check(self) -> None:
-        """As `Backend.check`.
+        """Like `Backend.check`.
 
         Raises:
             RuntimeError: This process is a client of Ray Client.
@@ -208,13 +211,13 @@ class SpareActors:
 
     @classmethod
     def of_process(cls) -> SpareActors:
-        """Those of this process: with `reuse_actors=True`, Ray Tune runs one trial after the other in it."""
+        """Returns the spare actors of this process, in which Ray Tune runs several trials with `reuse_actors=True`."""
         if cls._of_process is None:
             cls._of_process = cls()
         return cls._of_process
 
     def take(self, purpose: Any) -> list[Any]:
-        """The actors that wait, if they are for the same purpose; others are killed.
+        """Returns the actors that wait, if they are for the same purpose; others are killed.
 
         Args:
             purpose: Placement group, number and resources.
@@ -270,11 +273,11 @@ class RayAgents(Agents):
         return self._group.id, self._size, self._needs
 
     def done(self) -> bool:
-        """Whether all agents have returned, or died."""
+        """Returns whether all agents have returned, or died."""
         return not self._served or len(self._ready()) == self._size
 
     def gave_up(self) -> bool:
-        """Whether an agent has ended; called while the gang forms."""
+        """Returns whether an agent has ended; called while the gang forms."""
         return bool(self._ready())
 
     def cancel(self) -> None:

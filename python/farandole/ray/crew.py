@@ -6,7 +6,7 @@ The smallest number of workers has a placement group, so Ray reserves resources 
 do not fit at once, one waits. Further workers are placed one by one.
 
 If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add nodes. The worker
-joins when its actor runs. The registrar decides who is in the world, and when the job is done.
+joins when its actor runs. The registrar decides which workers are in the world, and when the job is done.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Needs:
         return options
 
     def pause(self, before: float | None, healthy: float) -> float:
-        """Seconds before the next actor of a seat: longer with every failure, and short again after a healthy one.
+        """Returns the seconds before the next actor of a seat: more after each failure, and few after a healthy actor.
 
         Args:
             before: The last pause of the seat; `None` before its first.
@@ -117,7 +117,7 @@ def room(needs: Needs, least: int, limit: float, say: Callable[[str], None]) -> 
         needs: What each worker needs; gets the placement group.
         least: Fewest workers; 0 reserves nothing.
         limit: Seconds that Ray may take.
-        say: Gets what is waited for.
+        say: Receives the reason for the wait.
 
     Raises:
         TimeoutError: Ray did not reserve it in time.
@@ -204,7 +204,7 @@ class RayCrew:
             self._look()
 
     def _look(self) -> None:
-        """Has a seat for each slot there is now, and gives up those on nodes that are gone."""
+        """Makes a seat for each present slot, and gives up those on lost nodes."""
         wanted = self._wanted()
         with self._lock:
             new = [place for place in wanted if place not in self._seats]
@@ -253,7 +253,7 @@ class RayCrew:
             seat.given_up.wait(pause)
 
     def _one(self, seat: _Seat, task: int) -> Ending | None:
-        """One actor from its start to its end; `None` where it had no worker, or died with it."""
+        """Returns one actor from its start to its end; `None` where it had no worker, or died with it."""
         ray = needed()
         remote = ray.remote(AgentHolder)
         seat.task = task

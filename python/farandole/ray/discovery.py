@@ -79,7 +79,7 @@ class RayHostDiscovery(HostDiscovery):
 
 
 def _free() -> dict[str, dict[str, float]]:
-    """The free resources of each live node, by address."""
+    """Returns the free resources of each live node, by address."""
     from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
 
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]}
@@ -88,7 +88,7 @@ def _free() -> dict[str, dict[str, float]]:
 
 
 def _of_nodes() -> dict[str, dict[str, float]]:
-    """The resources of each live node, by address."""
+    """Returns the resources of each live node, by address."""
     return _by_address((node["NodeManagerAddress"], node["Resources"]) for node in needed().nodes() if node["Alive"])
 
 

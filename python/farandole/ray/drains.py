@@ -48,7 +48,7 @@ class Drains:
 
 
 def _draining() -> set[str]:
-    """The ids of nodes that Ray is about to lose."""
+    """Returns the ids of nodes that Ray is about to lose."""
     from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
 
     return set(state.get_draining_nodes() or {})

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayHostDiscovery(elastic_v2.RayHostDiscovery):
-    """As `farandole.ray.elastic_v2.RayHostDiscovery`, with the older names.
+    """Like `farandole.ray.elastic_v2.RayHostDiscovery`, with the older names.
 
     Args:
         use_gpu: Whether a worker needs GPUs.
@@ -36,7 +36,7 @@ class RayHostDiscovery(elastic_v2.RayHostDiscovery):
 
 
 class TestDiscovery(elastic_v2.TestDiscovery):
-    """As `farandole.ray.elastic_v2.TestDiscovery`, with the older names.
+    """Like `farandole.ray.elastic_v2.TestDiscovery`, with the older names.
 
     Args:
         min_hosts: Fewest nodes that stay.

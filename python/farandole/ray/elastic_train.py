@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An elastic job under Ray Train, in the process of Ray's controller.
 
-Ray starts the workers and replaces those that fail. The registrar decides who is in the world. This module gives each
-worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in `ray.train.report` for a
-worker that waits for them, or that has left.
+Ray starts the workers and replaces those that fail. The registrar decides which workers are in the world. This module
+gives each worker its ticket, makes workers leave nodes that Ray drains, and releases workers that wait in
+`ray.train.report` for a worker that waits for them, or that has left.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Roll:
         self._dismissed.discard(task)
 
     def has_to_leave(self, task: int, reason: str) -> None:
-        """Has a worker leave as soon as enough others are there."""
+        """Lets a worker leave as soon as enough others are there."""
         if task in self._ranks:
             self._leaving[task] = reason
 
@@ -86,11 +86,11 @@ class Roll:
         return found
 
     def stays(self, task: int) -> bool:
-        """Whether a worker has to leave, but stays because too few would train without it."""
+        """Returns whether a worker has to leave, but stays because too few would train without it."""
         return task in self._leaving
 
     def blocks_reports(self) -> bool:
-        """Whether a report waits for a rank whose worker has left or waits for the next world."""
+        """Returns whether a report waits for a rank whose worker has left or waits for the next world."""
         return self._worlds > 0 and bool(self._waiting or self._vacant)
 
 
@@ -165,7 +165,7 @@ class Regime:
                 logger.warning("the job has ended: %s", event.text)
 
     def _dismiss(self) -> None:
-        """Has workers leave nodes that Ray drains, as long as enough others train."""
+        """Lets workers leave nodes that Ray drains, as long as enough others train."""
         news = self._drains.news()
         with self._lock:
             for task, reason in news:
@@ -180,7 +180,7 @@ class Regime:
             )
 
     def _free(self) -> None:
-        """Lets workers go on that wait in a report for a rank that does not come."""
+        """Releases workers that wait in a report for a rank that does not come."""
         with self._lock:
             waits = self._roll.blocks_reports()
         if waits:

@@ -70,7 +70,7 @@ class ElasticParams(BaseParams):
 
 
 def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose worker joins the world even if the function does not: results are those of members."""
+    """Returns a function whose worker joins the world even if the function does not: results are those of members."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class ElasticAdapter(Adapter):
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """As `Adapter.start`; the workers start with each `run`."""
+        """Like `Adapter.start`; the workers start with each `run`."""
         self._executable = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
 
@@ -124,7 +124,7 @@ class ElasticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `Adapter.run`.
+        """Like `Adapter.run`.
 
         Raises:
             FarandoleJobError: The job failed, or had too few ranks for too long.
@@ -179,11 +179,11 @@ class ElasticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Not for elastic jobs."""
+        """Raises an error, because an elastic job has no fixed ranks."""
         raise NotImplementedError("an elastic job has no fixed ranks, so it cannot return references by rank: use run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """As `Adapter.execute`; each worker makes its executable when it starts."""
+        """Like `Adapter.execute`; each worker makes its executable when it starts."""
         made, given, named = self._executable
 
         def call() -> Any:
@@ -192,8 +192,8 @@ class ElasticAdapter(Adapter):
         return self.run(call, callbacks=callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Not for elastic jobs."""
+        """Raises an error, because an elastic job has no fixed ranks."""
         raise NotImplementedError("an elastic job has no fixed rank 0: use execute")
 
     def shutdown(self) -> None:
-        """As `Adapter.shutdown`; a `run` leaves nothing behind."""
+        """Like `Adapter.shutdown`; a `run` leaves nothing behind."""

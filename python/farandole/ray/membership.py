@@ -25,7 +25,7 @@ _enlisted: _Enlisted | None = None
 
 
 def where() -> str:
-    """The identity of a host."""
+    """Returns the identity of a host."""
     from farandole._native import engine  # noqa: PLC0415 - loaded in the worker's process only
 
     return engine.here()
@@ -39,7 +39,7 @@ def host(size: int, one_host: bool) -> str:
 
 
 def take_place(ticket: str, rank: int, variables: Mapping[str, str]) -> None:
-    """Has `init` in this process join the world of a ticket."""
+    """Lets `init` in this process join the world of a ticket."""
     from farandole.common import basics  # noqa: PLC0415 - as above
 
     os.environ.update(variables)
@@ -110,7 +110,7 @@ class _Enlisted:
             raise RuntimeError(f"worker {task} could not join: {self._refused or f'no answer for {_READY_WITHIN:g} s'}")
 
     def end(self, status: int) -> None:
-        """Has the stand-in end with a status, and waits until the registrar knows."""
+        """Ends the stand-in with a status, and waits until the registrar knows."""
         with self._told:
             if self._pipe is not None:
                 os.write(self._pipe, f"{status}\n".encode())

@@ -17,7 +17,7 @@ warning_raised = False
 
 
 def configure(queue: Any) -> None:
-    """Has `log` send records to a queue.
+    """Lets `log` send records to a queue.
 
     Args:
         queue: A `ray.util.queue.Queue`, or `None` to send nothing any more.

@@ -59,7 +59,7 @@ class Waiting:
             self._queue.shutdown()
 
     def results(self, references: Sequence[Any]) -> list[Any]:
-        """The results of the workers, by rank.
+        """Returns the results of the workers, by rank.
 
         Raises:
             FarandoleJobError: A worker died.
@@ -90,7 +90,7 @@ class Waiting:
             hand_over(self._queue, self._callbacks)
 
     def _leave(self, left: Sequence[Any]) -> None:
-        """Has those that live leave the broken world, so that the next function forms another one.
+        """Lets the living workers leave the broken world, so that the next function forms another one.
 
         The failures of `left` are consequences: they are read, because Ray prints unread ones.
         """
@@ -139,5 +139,5 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _is_cause(error: BaseException) -> bool:
-    """Whether a failure is a cause, and not a consequence of another rank's failure."""
+    """Returns whether a failure is a cause, and not a consequence of another rank's failure."""
     return not isinstance(error, FarandoleInternalError)

@@ -120,7 +120,7 @@ class StaticAdapter(Adapter):
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """As `Adapter.start`.
+        """Like `Adapter.start`.
 
         Raises:
             TimeoutError: Ray did not reserve the resources, or did not start the workers, in time.
@@ -181,7 +181,7 @@ class StaticAdapter(Adapter):
         map_blocking(lambda worker: worker.take_place.remote(ticket), self.workers)
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """As `Adapter.execute`."""
+        """Like `Adapter.execute`."""
         with Waiting(self.workers, self.nodes, callbacks) as waiting:
             return waiting.results(self._call(fn))
 
@@ -192,7 +192,7 @@ class StaticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `Adapter.run`."""
+        """Like `Adapter.run`."""
         with Waiting(self.workers, self.nodes, callbacks) as waiting:
             return waiting.results(self.run_remote(fn, args, kwargs))
 
@@ -203,13 +203,13 @@ class StaticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """As `Adapter.run_remote`; `callbacks` are for `run`, which waits."""
+        """Like `Adapter.run_remote`; `callbacks` are for `run`, which waits."""
         del callbacks
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._call(lambda _: fn(*given, **named))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """As `Adapter.execute_single`."""
+        """Like `Adapter.execute_single`."""
         self._started()
         return needed().get(self.workers[0].execute.remote(fn))
 
@@ -222,7 +222,7 @@ class StaticAdapter(Adapter):
             raise RuntimeError("the workers have not been started: call start first")
 
     def shutdown(self) -> None:
-        """As `Adapter.shutdown`."""
+        """Like `Adapter.shutdown`."""
         ray = needed()
         if ray.is_initialized():
             left = [worker.leave.remote() for worker in self.workers]
@@ -236,7 +236,7 @@ class StaticAdapter(Adapter):
 
 
 def places(hosts: Sequence[str], gpus: Sequence[Sequence[Any]]) -> list[dict[str, str]]:
-    """The variables by which ranks know where they sit.
+    """Returns the variables by which ranks know where they sit.
 
     Args:
         hosts: What tells hosts apart, by rank.
@@ -436,7 +436,7 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """As `run`, and returns references to the results at once, by rank.
+        """Like `run`, and returns references to the results at once, by rank.
 
         Raises:
             NotImplementedError: In an elastic job, whose ranks change.

@@ -32,7 +32,7 @@ class _Running:
         self._jobs = 0
 
     def jobs(self) -> int:
-        """The number of these jobs."""
+        """Returns the number of these jobs."""
         with self._lock:
             return self._jobs
 
@@ -66,7 +66,7 @@ def create_placement_group(
         num_bundles: Number of bundles.
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
-        say: Gets what is waited for, every 15 s.
+        say: Receives the reason for the wait, every 15 s.
         before: How many jobs are waited for that end by themselves. While there are some, the time does not count, for
             a day at most.
 
@@ -178,7 +178,7 @@ class BaseStrategy(ABC):
         """
 
     def get_node_workers(self, workers: list[Any]) -> list[Any]:
-        """One actor of each node, in the order of ranks."""
+        """Returns one actor of each node, in the order of ranks."""
         nodes = map_blocking(lambda worker: worker.node_id.remote(), workers)
         return [worker for place, worker in enumerate(workers) if nodes[place] not in nodes[:place]]
 
@@ -238,7 +238,7 @@ class ColocatedStrategy(BaseStrategy):
         return self.num_hosts * self.num_workers_per_host
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
-        """As `BaseStrategy.create_workers`; one bundle holds all ranks of a node."""
+        """Like `BaseStrategy.create_workers`; one bundle holds all ranks of a node."""
         each = self.num_workers_per_host
         bundle = {"CPU": self.cpus_per_worker * each, "GPU": self.gpus_per_worker * each}
         limit = self.settings.placement_group_timeout_s
@@ -252,7 +252,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """As many ranks as asked for, wherever Ray finds room, in the current placement group if there is one.
+    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if there is one.
 
     Args:
         settings: `RayExecutor.create_settings`.
@@ -288,11 +288,11 @@ class PGStrategy(BaseStrategy):
         return self._num_workers
 
     def resources_per_worker(self) -> dict[str, float]:
-        """The resources that Ray reserves for a rank."""
+        """Returns the resources that Ray reserves for a rank."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def create_workers(self) -> tuple[list[Any], list[Any]]:
-        """As `BaseStrategy.create_workers`."""
+        """Like `BaseStrategy.create_workers`."""
         if self._given is not None:
             self.placement_group = self._given
         else:
@@ -308,7 +308,7 @@ class PGStrategy(BaseStrategy):
 
 
 def current_placement_group() -> Any:
-    """The placement group that the caller runs in; `None` outside of one."""
+    """Returns the placement group that the caller runs in; `None` outside of one."""
     from ray.util.placement_group import get_current_placement_group  # noqa: PLC0415 - as Ray itself
 
     return get_current_placement_group()

@@ -35,7 +35,7 @@ __all__ = ["FarandoleConfig", "HorovodConfig", "HorovodTrainer"]
 
 @dataclass(eq=False)
 class FarandoleConfig(BackendConfig):
-    """Has the workers of a trainer form a world, which `init` in the training function joins.
+    """Lets the workers of a trainer form a world, which `init` in the training function joins.
 
     It is the `backend_config` of `DataParallelTrainer`, and the `torch_config` of `TorchTrainer`.
 
@@ -85,7 +85,7 @@ class FarandoleConfig(BackendConfig):
         return
 
     def to_dict(self) -> dict[str, Any]:
-        """The representation of this configuration in Ray."""
+        """Returns the representation of this configuration in Ray."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
 
 

@@ -53,7 +53,7 @@ class RankSession:
 
     @classmethod
     def of_trial(cls) -> RankSession:
-        """The resources of the ranks of this process's trial."""
+        """Returns the resources of the ranks of this process's trial."""
         session = _sessions().get_session()
         names = ("experiment_name", "trial_name", "trial_id", "trial_dir", "trial_resources", "loaded_checkpoint")
         storage = session.storage
@@ -132,7 +132,7 @@ class Packed:
 
 
 def with_session(train: Callable[[dict[str, Any]], Any], session: RankSession) -> Callable[[dict[str, Any]], Any]:
-    """A training function in which `ray.tune.report` works.
+    """Returns a training function in which `ray.tune.report` works.
 
     Args:
         train: Runs on every rank.
@@ -148,7 +148,7 @@ def with_session(train: Callable[[dict[str, Any]], Any], session: RankSession) -
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of NumPy or torch as Python's."""
+    """Returns a scalar of NumPy or torch as Python's."""
     item = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"a metric is a number, a text or a list of them: {value!r}")

@@ -38,7 +38,7 @@ def trainable(
     warm: bool | None = None,
     tune_session: bool = False,
 ) -> Any:
-    """A trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
+    """Returns a trainable for `ray.tune.Tuner`: each trial runs a function on its own ranks.
 
     Tune gets the reports of `farandole.tuning.report` on rank 0, and may stop the trial. It also gets the result of
     rank 0 if that is a dict.
@@ -121,7 +121,7 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     num_cpus_per_slot: int | None = None,
     num_gpus_per_slot: int | None = None,
 ) -> Any:
-    """As `trainable`, with the arguments of the function that Ray had for Horovod.
+    """Like `trainable`, with the arguments of the function that Ray had for Horovod.
 
     The training function reports with `ray.tune.report`: `trainable(..., tune_session=True)`.
 

@@ -26,7 +26,7 @@ def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[An
 
 
 def needed() -> Any:
-    """The module of Ray.
+    """Returns the module of Ray.
 
     Raises:
         ImportError: Ray is not installed; the message names the extra to install.
@@ -39,7 +39,7 @@ def needed() -> Any:
 
 
 def is_client() -> bool:
-    """Whether this process reaches its cluster by Ray Client."""
+    """Returns whether this process reaches its cluster by Ray Client."""
     from ray.util.client import ray as client  # noqa: PLC0415 - as above
 
     return client.is_connected()

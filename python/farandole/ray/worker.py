@@ -41,7 +41,7 @@ class BaseHorovodWorker:
         return utils.needed().util.get_node_ip_address()
 
     def get_gpu_ids(self) -> list[Any]:
-        """The GPUs that Ray assigned to the actor."""
+        """Returns the GPUs that Ray assigned to the actor."""
         return utils.needed().get_gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class BaseHorovodWorker:
         os.environ.update({name: str(value) for name, value in env_vars.items() if value is not None})
 
     def env_vars(self) -> dict[str, str]:
-        """The environment of this process."""
+        """Returns the environment of this process."""
         return dict(os.environ)
 
     def start_executable(
@@ -86,7 +86,7 @@ class BaseHorovodWorker:
         basics.shutdown()
 
     def set_queue(self, queue: Any) -> None:
-        """Has `ray_logger.log` of this process send records to a queue."""
+        """Lets `ray_logger.log` of this process send records to a queue."""
         ray_logger.configure(queue)
 
     def where(self) -> str:

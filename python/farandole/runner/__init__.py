@@ -149,7 +149,7 @@ def run(
         changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
         changes.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
     if start_timeout is not None:
-        # Workers wait for each other, too; what is out of bounds is refused below.
+        # Workers wait for each other, too; values out of bounds are refused below.
         changes.setdefault("FARANDOLE_START_TIMEOUT", str(max(float(start_timeout), 0.1)))
     settings: dict[str, Any] = {
         "start_timeout": start_timeout,

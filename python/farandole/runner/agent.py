@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from farandole.common import scratch
 from farandole.runner import warm as warm_workers
 from farandole.runner.outcome import Ending
+from farandole.stores import keys, seals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +34,7 @@ RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
 
 
 class Carried(Protocol):
-    """Something that travelled ahead of the task that needs it."""
+    """A function and its arguments that reached the host before the task that needs them."""
 
     def read(self) -> bytes:
         """The function and arguments that were sent; called in the task."""
@@ -53,10 +54,11 @@ class Work:
         start_timeout: Seconds to wait for the other tasks.
         warm: How workers start warm, if they do.
         rejoin_after: Seconds after which an agent whose gang was broken up, because another was lost or started again,
-            registers once more; `None` where nobody starts a lost one again. At once in a gang of independent tasks, of
-            which Spark starts that one alone. A barrier stage it starts again as a whole, and ends what is left of the
-            old one: who is still there after that belongs to the new one.
+            registers once more; `None` if lost agents are not started again. At once in a gang of independent tasks, of
+            which Spark starts that one alone. Spark starts a barrier stage again as a whole, and ends the rest of the
+            old one: an agent that still runs after that belongs to the new one.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a rank by itself.
+        keys: Whether the driver has the keys of runs in a store, so that workers ask it for them.
     """
 
     ticket: str
@@ -68,6 +70,7 @@ class Work:
     warm: Warm | None = None
     rejoin_after: float | None = None
     elastic: bool = False
+    keys: bool = field(default_factory=seals.is_given)
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it travels."""
@@ -98,7 +101,7 @@ def serve(
         How the worker ended, or why there was none.
     """
     host = socket.gethostname()
-    env = environment(work.env, resources or {})
+    env = environment(work.env, resources or {}) | {keys.AT_DRIVER: "1" if work.keys else None}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
         command = warm_workers.command(work.warm, command, env, owner)
@@ -132,7 +135,7 @@ def _serve(work: Work, task: int, attempt: int, command: list[str], env: Environ
 
 
 def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
-    """The changes that make a worker's environment out of this process's.
+    """Returns the changes that make a worker's environment out of this process's.
 
     The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH` was asked for.
     Output is unbuffered unless asked otherwise, so that a line is seen when it is printed and is not lost with a killed

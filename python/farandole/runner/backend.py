@@ -74,7 +74,7 @@ class Backend(ABC):
         return
 
     def through(self, store: Store) -> Backend:
-        """A backend like this one that sends large functions and results through the store, if it needs that.
+        """Returns a backend like this one that sends large functions and results through the store, if it needs that.
 
         Args:
             store: What every worker and this process reach; an estimator's.
@@ -152,7 +152,7 @@ class LocalBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`."""
+        """Like `Backend.run`."""
         size = self._num_proc
         start_limit(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
@@ -202,7 +202,7 @@ class LocalBackend(Backend):
         return LocalAgents(work, range(size))
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no path."""
+        """Returns the arguments for a backend of the same kind and numbers: no environment, no stream, no path."""
         return {
             "num_proc": self._given,
             "start_timeout": self._start_timeout,
@@ -214,7 +214,7 @@ class LocalBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Number of workers."""
+        """Returns the number of workers."""
         return self._num_proc
 
 
@@ -244,7 +244,7 @@ def elastic_bounds(first: int | None, least: int | None, most: int | None) -> di
 def elastic_registrar(
     first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
 ) -> tuple[Registrar, int]:
-    """A registrar whose workers come and go, and the largest number of them.
+    """Returns a registrar whose workers come and go, and the largest number of them.
 
     Args:
         first: Workers that the first world waits for.

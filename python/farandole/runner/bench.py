@@ -95,7 +95,7 @@ def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[
 
 
 def turn(submit: Callable[[], int], count: int) -> list[float]:
-    """Seconds of each of `count` operations."""
+    """Returns the seconds of each of `count` operations."""
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -147,9 +147,9 @@ def timed(operation: str, dtype: str, iterations: int, size: int) -> Row:
 
 
 def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
-    """The rules that choose the fastest algorithm.
+    """Returns the rules that choose the fastest algorithm.
 
-    What is larger than the largest size gets no algorithm for small tensors.
+    Tensors above the largest size get no algorithm for small tensors.
 
     Args:
         times: By algorithm and size; an algorithm need not have all sizes.

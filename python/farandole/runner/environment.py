@@ -37,7 +37,7 @@ _PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 def chosen(
     environment: Mapping[str, str], more: Sequence[str], never: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables that travel, and the names of those that do not.
+    """Returns the variables that travel, and the names of those that do not.
 
     Args:
         environment: of the driver.

@@ -65,7 +65,7 @@ class FarandoleJobError(RuntimeError):
         self.args = (self.reason,)
 
     def __str__(self) -> str:
-        """The failure, then what the worker left behind."""
+        """Returns the failure, then what the worker left behind."""
         parts = [self.reason]
         if self.signal_name in _HINTS:
             parts.append(f"({_HINTS[self.signal_name]})")
@@ -83,7 +83,7 @@ class FarandoleJobError(RuntimeError):
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal's number, such as `"SIGKILL"`."""
+    """Returns the name of a signal's number, such as `"SIGKILL"`."""
     try:
         return signals.Signals(number).name
     except ValueError:

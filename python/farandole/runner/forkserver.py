@@ -209,7 +209,7 @@ class Server:
         stand_in.close()
 
     def _is_stale(self) -> bool:
-        """Whether an imported file has changed. One check serves the workers of a job, which are requested together."""
+        """Returns whether an imported file has changed. One check serves all workers that are requested together."""
         if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
             return False
         self._looked = time.monotonic()
@@ -271,13 +271,13 @@ def _settle() -> None:
 
 
 def _threads() -> str | None:
-    """Why this process cannot be forked, if it cannot: a fork has one thread, whatever the others hold."""
+    """Returns the reason why this process cannot be forked, if any: a fork has only the thread that forks."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     return None if threads == 1 else f"the imports left {threads - 1} threads"
 
 
 def _files() -> dict[str, int | None]:
-    """Every file that was imported, and when it was written."""
+    """Returns every file that was imported, and when it was written."""
     paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return {path: _modified(path) for path in paths if isinstance(path, str)}
 
@@ -290,7 +290,7 @@ def _modified(path: str) -> int | None:
 
 
 def _is_own(stand_in: socket.socket) -> bool:
-    """Whether the other end is a process of this user."""
+    """Returns whether the other end is a process of this user."""
     told = stand_in.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", told)[1] == os.getuid()
 

@@ -53,7 +53,7 @@ class Agents(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all agents have returned, or never will."""
+        """Returns whether all agents have returned, or never will."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -64,11 +64,11 @@ class Agents(ABC):
         return []
 
     def gave_up(self) -> bool:
-        """Whether an agent is known to have ended, though it has not registered."""
+        """Returns whether an agent is known to have ended, though it has not registered."""
         return False
 
     def meets_elsewhere(self) -> bool:
-        """Whether the agents may be at work though they have not registered here."""
+        """Returns whether the agents may be at work though they have not registered here."""
         return False
 
     def short_of(self) -> str | None:
@@ -88,7 +88,7 @@ class Output:
         stdout: Stream for the workers' stdout; `None` leaves it where the workers run.
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
-        verbose: 0 says nothing, 1 says what the user waits for, 2 says who sits where too.
+        verbose: 0 says nothing, 1 says what the user waits for, 2 also says the place of each rank.
         written: Streams with lines that may not have been shown yet.
         files: Where each rank's lines go besides.
     """
@@ -160,7 +160,7 @@ class _Seen:
 
 
 def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """The function and its arguments, as every worker reads them.
+    """Returns the function and its arguments, as every worker reads them.
 
     Raises:
         TypeError: It is no function, or something cannot be pickled; the message names it.
@@ -201,7 +201,7 @@ def conduct(
         output: Where lines go.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         start_timeout: Seconds all tasks may take to register.
-        activity: What is waited for until then, as in "Spark tasks to start".
+        activity: The reason for the wait until then, as in "Spark tasks to start".
         watcher: Is told what happens.
 
     Returns:
@@ -276,7 +276,7 @@ class _Gang(Hearing):
         return self.endings()
 
     def waits_for_rows(self, now: float) -> bool:
-        """Whether rows are still worth waiting for, now that all workers have ended well.
+        """Returns whether rows are still worth waiting for, now that all workers have ended well.
 
         Spark may never run a stage again whose executor was lost while another's task was ending.
 
@@ -327,7 +327,7 @@ class _Gang(Hearing):
         return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
 
     def has_results(self) -> bool:
-        """Whether all workers ended well, and what each has published is known."""
+        """Returns whether all workers ended well, and what each has published is known."""
         return self.all_ended_well() and len(self.seen.results) == self.size
 
     def ending(self, event: Event) -> Ending:
@@ -339,7 +339,7 @@ class _Gang(Hearing):
             rank=event.rank,
             exit_code=event.exit_code,
             signal_name=signal_name(event.signal) if event.signal is not None else None,
-            stderr_tail="\n".join(self.seen.tails.get(task, [])),
+            stderr_tail="\n".join(self.seen.tails.get(task, [])) or event.stderr_tail or "",
             result=self.seen.results.get(task),
         )
 
@@ -392,6 +392,7 @@ class _Gang(Hearing):
         if event.task is not None:
             self.seen.ended[event.task] = event
             self.watcher.left(event.task, how_ended(event))
+        self.last_words(event)
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
@@ -430,7 +431,7 @@ class _Gang(Hearing):
         super().log(event)
 
     def seen_failure(self) -> FarandoleJobError:
-        """The first failure as the registrar told it, for when its task does not come back with more."""
+        """Returns the first failure as the registrar told it, for when its task does not come back with more."""
         event, verdict = self.seen.failed, self.seen.verdict
         if event is not None:
             error, error.__cause__ = failure(self.ending(event))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner import reports, timelines
 from farandole.runner.watcher import EVENT, RANK
+from farandole.stores import keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 PROGRESS = "progress"
 """Kind of the records that `farandole.spark.task.report` sends."""
+STAYS = "(farandole: the lines of this rank are in the log of its task)"
+LAST = "(farandole: the last lines of stderr follow)"
 
 
 class Hearing(ABC):
@@ -60,7 +63,10 @@ class Hearing(ABC):
             self.output.flush()
 
     def metric(self, event: Event) -> None:
-        """Hands over what a worker reports."""
+        """Hands over what a worker reports, and answers a worker that asks for the key of a run."""
+        if event.text == keys.KIND:
+            keys.answer(self.registrar, event.data or b"")
+            return
         if event.data is not None and event.text is not None:
             record((event.task or 0, event.rank), event.text, event.data, self.watcher, self.on_progress)
 
@@ -72,9 +78,21 @@ class Hearing(ABC):
         if event.rank is not None:
             self.watcher.line(event.rank, event.stream or "stderr", event.text or "")
 
+    def last_words(self, event: Event) -> None:
+        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its task.
+
+        Args:
+            event: Of the worker's exit.
+        """
+        if self.output.streaming or event.rank is None:
+            return
+        self.watcher.line(event.rank, "stdout", STAYS)
+        for line in (STAYS, LAST, *(event.stderr_tail or "").splitlines()):
+            self.watcher.line(event.rank, "stderr", line)
+
 
 def how_ended(event: Event) -> str:
-    """How a worker has ended by itself, in a word for its watchers.
+    """Describes in one word how a worker ended by itself.
 
     Args:
         event: Of its exit.
@@ -95,7 +113,7 @@ def record(
         who: Its task, and its rank where it has one.
         kind: What the record is.
         data: What it holds.
-        watcher: Is told of the worker, and of its progress.
+        watcher: Receives the worker's events and progress.
         on_progress: Called with (rank, record) for progress.
     """
     task, rank = who

@@ -134,13 +134,13 @@ class HostsAgents(Agents):
         self._local.start()
 
     def done(self) -> bool:
-        """Whether every task has ended."""
+        """Returns whether every task has ended."""
         self._hear()
         told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
         return told and self._local.done()
 
     def gave_up(self) -> bool:
-        """Whether a host cannot be used and all other hosts have answered: the error then names all such hosts."""
+        """Returns whether a host cannot be used and all others have answered: the error then names all such hosts."""
         self._hear()
         answered = all(
             host in self._ready or all(task in self._endings for task in tasks) for host, tasks, _ in self._remotes
@@ -148,7 +148,7 @@ class HostsAgents(Agents):
         return (self._refused or bool(self._unusable)) and answered
 
     def short_of(self) -> str | None:
-        """Hosts that have not answered."""
+        """Returns the hosts that have not answered."""
         self._hear()
         silent = [host for host, *_ in self._there if host not in self._ready]
         return f"no answer has come from {', '.join(silent)}" if silent else None
@@ -165,7 +165,7 @@ class HostsAgents(Agents):
         """Returns how each task ended.
 
         Raises:
-            FarandoleJobError: Hosts could not be used; all of them are told.
+            FarandoleJobError: Hosts could not be used; the message names all of them.
         """
         self._hear()
         if self._unusable:

@@ -17,7 +17,7 @@ _START_TIMEOUT = 600.0
 
 
 def start_limit(start_timeout: float | None) -> float:
-    """Seconds that tasks may take to start.
+    """Returns the seconds that tasks may take to start.
 
     Args:
         start_timeout: As asked for; `None` takes what the environment says, else 600.
@@ -30,7 +30,7 @@ def start_limit(start_timeout: float | None) -> float:
 
 
 def elastic_limit(elastic_timeout: float | None) -> float:
-    """Seconds that an elastic job may wait for workers; as `start_limit`."""
+    """Returns the seconds that an elastic job may wait for workers; as `start_limit`."""
     return _limit("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
 
 

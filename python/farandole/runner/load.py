@@ -65,7 +65,7 @@ class Gpu:
 
     @classmethod
     def of(cls, index: int, name: str = _LIBRARY) -> Gpu | None:
-        """The GPU, or `None` where there is no NVML that knows it.
+        """Returns the GPU, or `None` where there is no NVML that knows it.
 
         Args:
             index: Its number among those that this process sees.
@@ -78,7 +78,7 @@ class Gpu:
             return None
 
     def look(self) -> dict[str, float]:
-        """Its load from 0 to 1 and its memory in bytes, as far as it tells them."""
+        """Returns its load from 0 to 1 and its memory in bytes, as far as it tells them."""
         seen: dict[str, float] = {}
         use, memory = _Utilization(), _Memory()
         if self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(use)) == 0:

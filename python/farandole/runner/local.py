@@ -36,11 +36,11 @@ class LocalAgents(Agents):
             thread.start()
 
     def done(self) -> bool:
-        """Whether all threads have ended."""
+        """Returns whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def cancel(self) -> None:
-        """Nothing more to do: agents in this process end with the registrar's abort."""
+        """Does nothing: agents in this process end when the registrar aborts the job."""
 
     def endings(self) -> list[Ending]:
         """Returns how each task ended."""

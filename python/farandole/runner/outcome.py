@@ -66,7 +66,7 @@ class Ending:
 
     @classmethod
     def of(cls, task: int, host: str, outcome: Outcome) -> Ending:
-        """The consequence of an agent's outcome for its task."""
+        """Returns the consequence of an agent's outcome for its task."""
         return cls(
             task=task,
             host=host,
@@ -89,7 +89,7 @@ class Ending:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> list[Ending]:
-        """Every task's ending, in the order of tasks, from rows in any order."""
+        """Returns every task's ending, in the order of tasks, from rows in any order."""
         told: dict[int, dict[str, Any]] = {}
         chunks: dict[int, dict[int, bytes]] = {}
         for task, kind, chunk, data in rows:
@@ -103,7 +103,7 @@ class Ending:
 
 
 def results(endings: Iterable[Ending], size: int) -> list[Any]:
-    """The results by rank, or the first failure.
+    """Returns the results by rank, or the first failure.
 
     Args:
         endings: How every task ended.
@@ -140,7 +140,7 @@ def raise_first(endings: list[Ending], size: int) -> None:
 
 
 def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
-    """The exception that tells of one task's failure, and the worker's own exception where it could be unpickled."""
+    """Returns the exception for one task's failure, and the worker's own exception if it could be unpickled."""
     who = f"task {ending.task} on {ending.host}" if ending.rank is None else f"rank {ending.rank} on {ending.host}"
     remote: tuple[str, str, str, bytes | None] | None = None
     if ending.result is not None and ending.exit_code != 0:

@@ -14,7 +14,7 @@ _DEPTH = 6
 
 
 def culprit(things: Mapping[str, Any]) -> str:
-    """The first object that cannot be pickled, the part of it that is the cause, and pickle's message.
+    """Returns the first object that cannot be pickled, the part of it that is the cause, and pickle's message.
 
     Args:
         things: by the names that their user knows them by.

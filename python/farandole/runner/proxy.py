@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _server(place: str) -> "_socket.socket | None":
-    """A connection to a server that is ready to fork, once it is."""
+    """Returns a connection to a server that is ready to fork, once it is."""
     deadline = time.monotonic() + 1.0
     while True:
         server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -56,7 +56,7 @@ def _server(place: str) -> "_socket.socket | None":
             # It answers when it has imported everything, or with its reason not to.
             return server if server.recv(1) == b"r" else None
         except (FileNotFoundError, ConnectionRefusedError):
-            # It may be about to listen: whoever started it heard that somebody else does.
+            # It may be about to listen: its starter found the port taken by another process.
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)

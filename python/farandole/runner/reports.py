@@ -18,7 +18,7 @@ from typing import Any, Final
 _QUIET_SECONDS: Final = 60.0
 _LOG = logging.getLogger("farandole")
 _WARNED: dict[str, float] = {}
-"""When a warning was last written, by what was wrong."""
+"""Time of the last warning, by its cause."""
 
 
 class MalformedError(ValueError):
@@ -26,7 +26,7 @@ class MalformedError(ValueError):
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The report that a worker has sent.
+    """Returns the report that a worker has sent.
 
     Args:
         data: As it came.
@@ -55,7 +55,7 @@ def warn(who: str, error: MalformedError) -> None:
 
     Args:
         who: Has sent it.
-        error: What is wrong with it.
+        error: Its defect.
     """
     now, reason = time.monotonic(), str(error)
     if now - _WARNED.get(reason, -_QUIET_SECONDS) >= _QUIET_SECONDS:

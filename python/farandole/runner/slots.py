@@ -46,18 +46,18 @@ class Slots:
     def taken(self, number: int, say: Callable[[str], None], patience: float = LONGEST_WAIT) -> Iterator[float]:
         """Holds slots for one job.
 
-        A job that needs more slots than there are runs when no other does: whatever runs it says what is missing.
+        A job that needs more slots than there are runs when no other does: its backend then reports the missing slots.
 
         Args:
             number: Slots of the job.
-            say: Gets what is waited for, at once and every 15 s.
+            say: Receives the reason for the wait, at once and every 15 s.
             patience: The longest wait, in seconds.
 
         Yields:
             Seconds that the job has waited.
 
         Raises:
-            TimeoutError: The slots did not become free in time; the message says who holds them.
+            TimeoutError: The slots did not become free in time; the message names their holders.
         """
         job, news_at, began = object(), 0.0, time.monotonic()
         with self._changed:

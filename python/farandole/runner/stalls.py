@@ -41,7 +41,7 @@ def follow(say: Callable[[dict[str, Any]], object]) -> None:
 
 
 def event(text: str) -> dict[str, str] | None:
-    """The event of a stall report; `None` if the text is no such report.
+    """Returns the event of a stall report; `None` if the text is no such report.
 
     Args:
         text: As it is logged.

@@ -35,7 +35,7 @@ class Streams:
     folder: str | os.PathLike[str] | None = None
 
     def output(self, size: int) -> Output:
-        """The output of one job. The streams are looked up now: notebooks put their own instead of `sys.stdout`.
+        """Returns the output of one job. It uses the present `sys.stdout`, because notebooks replace it.
 
         Args:
             size: Number of ranks.

@@ -56,7 +56,7 @@ class Gathering:
         self._pieces = ui.Timelines()
         self._is_begun = False
         self._started: dict[tuple[int, int], tuple[int, int]] = {}
-        """When the timeline of a rank in a world started, and its task."""
+        """Start of each rank's timeline in a world, and its task."""
         self._came = False
         self._kept: list[str] | None = None
         self.summary: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class Gathering:
             _LOG.warning("a piece of a timeline is lost: %s", error)
 
     def _earlier(self, task: int, piece: bytes) -> int | None:
-        """The task whose timeline is left out because another one of its rank and world has started later.
+        """Returns the task whose timeline is left out because another one of its rank and world has started later.
 
         Spark may start a stage again after it has lost an executor. Ranks then have other tasks, and a task of before
         may have sent its timeline.
@@ -161,7 +161,7 @@ class Gathering:
 
 
 def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
-    """The rank and the world of a timeline, and when it started, if this is its first piece."""
+    """Returns the rank and the world of a timeline, and when it started, if this is its first piece."""
     try:
         head, begin, record = piece.split(b"\n", 3)[:3]
         if json.loads(head)["offset"] != 0 or begin != b"[":
@@ -180,7 +180,7 @@ def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering |
         path: File for the trace; `True` keeps it in the directory of the run; `None` gathers nothing.
 
     Yields:
-        What takes them; `None` for no path.
+        The receivers; `None` for no path.
 
     Raises:
         OSError: The file cannot be written.
@@ -221,7 +221,7 @@ def take(task: int, piece: bytes) -> None:
 
 
 def tell(told: Callable[[str], object]) -> None:
-    """Has a function called with the place of the trace once it is written, where timelines are gathered.
+    """Calls a function with the path of the trace once it is written, if timelines are gathered.
 
     Args:
         told: Gets a path or URL.

@@ -44,7 +44,7 @@ _SOCKET_PATH: Final = 100
 _FOR_IMPORTS: Final = re.compile(
     r"PYTHON(?!_)|LD_|OMP_|MKL_|KMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH|ATEN_|MALLOC_|GLIBC_|LC_|LANG$|HOME$|VIRTUAL_ENV$"
 )
-# A server has one thread, whatever its workers are told: they set their own number.
+# A server has one thread. Workers set their own number of threads.
 _ALONE: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _TUNING: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
@@ -63,7 +63,7 @@ class Warm:
 
 
 def wanted(asked: bool | None, by_default: bool) -> Warm | None:
-    """Whether a job's workers are warm, asked of its driver.
+    """Returns the settings of a job's warm workers, or `None` if its workers are not warm.
 
     Only a driver that has imported torch has workers that will: others gain nothing.
 
@@ -89,7 +89,7 @@ def wanted(asked: bool | None, by_default: bool) -> Warm | None:
 
 
 def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], owner: int) -> list[str]:
-    """The command that starts a worker by the server, which is started if it does not run.
+    """Returns the command that starts a worker by the server, which is started if it does not run.
 
     Args:
         warm: What the server is to be.
@@ -114,7 +114,7 @@ def command(warm: Warm, cold: Sequence[str], changes: Mapping[str, str | None], 
 
 
 def executor() -> int:
-    """The process that a server started from this Spark task belongs to: Spark's own, above its Python processes."""
+    """Returns the owner of a server that this Spark task starts: Spark's own process, above its Python processes."""
     pid = os.getppid()
     while pid > 1:
         told = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -125,7 +125,7 @@ def executor() -> int:
 
 
 def started(pid: int) -> int:
-    """When a process started, in the kernel's ticks: a number's second owner has another time."""
+    """Returns the start of a process in the kernel's ticks. A later process with the same id has another one."""
     return int(_stat(pid)[19])
 
 
@@ -138,7 +138,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _preloads() -> tuple[str, ...]:
-    """The modules that workers will import: torch, and Lightning if this driver has its estimator."""
+    """Returns the modules that workers will import: torch, and Lightning if this driver has its estimator."""
     if "farandole.spark.lightning.estimator" not in sys.modules:
         return PRELOADS
     packages = tuple(name for name in _LIGHTNING if name in sys.modules)
@@ -161,7 +161,7 @@ def _in_notebook() -> bool:
 
 
 def in_search() -> bool:
-    """Whether a search over parameters of Spark ML called: it fits again and again."""
+    """Returns whether a search over parameters of Spark ML called: it fits again and again."""
     frame = sys._getframe()  # noqa: SLF001 - the callers' modules
     while frame is not None:
         if frame.f_globals.get("__name__") in _TUNING:
@@ -185,7 +185,7 @@ def _digest(warm: Warm, interpreter: str, env: Mapping[str, str], owner: int) ->
 
 
 def _installed(root: str) -> int | None:
-    """When a package was last installed, removed or replaced in a directory; `None` where none are installed.
+    """Returns the time of the last change to the packages of a directory; `None` if it holds no packages.
 
     In other directories, such as the one a notebook runs in, files come and go as jobs write them. What the server has
     imported from there it looks at by itself.

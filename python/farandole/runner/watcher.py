@@ -74,7 +74,7 @@ class Watcher:
         """
 
     def event(self, what: str, reason: str | None) -> None:
-        """Something that happened: a rank was lost, an executor removed, the job started again.
+        """Receives an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
             what: In a few words.

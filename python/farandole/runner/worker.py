@@ -3,9 +3,9 @@
 """The worker's entry: `python -m farandole.runner.worker` runs one pickled function and sends its value back.
 
 The agent passes two pipes by number: `FARANDOLE_PAYLOAD_FD` contains the cloudpickled `(fn, args, kwargs)`, and
-`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or
-`("error", type name, message, traceback, pickled exception or None)`. Both are the agent's own, so what is unpickled
-here comes from the process that started this one. The process exits with 0 after "ok" and 1 after "error".
+`FARANDOLE_RESULT_FD` takes the cloudpickled `("ok", value)` or `("error", type name, message, traceback, pickled
+exception or None)`. Both are the agent's own, so the pickles that are loaded here come from the process that started
+this one. The process exits with 0 after "ok" and 1 after "error".
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives a round trip: many take arguments that they do not keep."""
+    """Returns the exception, if it survives a round trip: many take arguments that they do not keep."""
     try:
         packed = pickling.dumps(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
@@ -106,7 +106,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _take(variable: str) -> int | None:
-    """The descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
+    """Returns the descriptor named by a variable, which is then forgotten: it is not for the worker's own children."""
     number = os.environ.pop(variable, None)
     if number is None:
         return None
@@ -123,10 +123,9 @@ def _flush() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process as the interpreter would, but does not take apart what is loaded: with torch that takes seconds.
+    """Ends the process as the interpreter would, but does not unload modules: with torch that takes seconds.
 
-    Pools of threads are told to end, threads that are no daemons waited for, and exit functions run, in the
-    interpreter's order.
+    In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit functions run.
     """
     threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
     atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs

@@ -66,7 +66,7 @@ SPARK_CONF_DEFAULT_VALUES: Final[dict[str, str]] = {
 
 
 def both(setting: Setting) -> list[Setting]:
-    """A setting under every name Spark has had for it.
+    """Returns a setting under every name Spark has had for it.
 
     Args:
         setting: One of the pairs of this module.

@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _has_java() -> bool:
-    """Whether Spark can be started here."""
+    """Returns whether Spark can be started here."""
     home = os.environ.get("JAVA_HOME")  # where it is set, Spark looks nowhere else
     return shutil.which(f"{home}/bin/java" if home else "java") is not None
 
@@ -72,7 +72,7 @@ def _rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """The share of rows for which the largest output is that of their class.
+    """Returns the share of rows for which the largest output is that of their class.
 
     Args:
         output: One number for each class, by row.
@@ -82,7 +82,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def _session() -> SparkSession | None:
-    """A session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
+    """Returns a session of Spark on this host with two slots; `None`, with a message, if Spark cannot start."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -97,7 +97,7 @@ def _session() -> SparkSession | None:
 
 
 def _train(path: str, *, local: bool) -> None:
-    """Fits a network with two processes, and prints what came of it."""
+    """Fits a network with two processes, and prints the result."""
     import pyarrow as pa  # noqa: PLC0415
     import torch  # noqa: PLC0415
 

@@ -19,7 +19,7 @@ _LIMIT: Final = 60.0
 
 
 def addresses() -> list[str]:
-    """The numbers of this host's GPUs.
+    """Returns the numbers of this host's GPUs.
 
     Raises:
         OSError: There is no `nvidia-smi`.

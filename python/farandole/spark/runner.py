@@ -103,7 +103,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             the run of `ui`.
         ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of the current directory;
             a store, or its path or URL, keeps it there. Shows ranks, their load, events and what
-            `farandole.spark.task.report` says. What ranks print stays where it is without `ui`.
+            `farandole.spark.task.report` says. Of what ranks print, a local store gets all lines that go to `stdout`
+            and `stderr` of this call; without these, the last lines of stderr of each rank.
 
     Returns:
         The results by rank.
@@ -111,11 +112,11 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     Raises:
         FarandoleJobError: A worker failed; its rank, host, exit, traceback and last words are in the exception, which
             is raised from the worker's own exception where that can be unpickled here. Nothing is run again.
-        ValueError: Spark has fewer slots than `num_proc`, or cannot do what was asked for.
+        ValueError: Spark has fewer slots than `num_proc`, or cannot fulfil the request.
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active()):
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run", Shim.active(), writes_output=True):
         return run_with(
             fn,
             args,
@@ -204,7 +205,8 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     """
     if nics:
         warnings.warn(f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2)
-    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", Shim.active()):
+    shim = Shim.active()
+    with timelines.gathered(timeline), watched(ui, fn, num_proc, "run_elastic", shim, writes_output=True):
         return run_elastic_with(
             fn,
             args,
@@ -249,7 +251,7 @@ def run_elastic_with(
     store: Store | str | None = None,
     ends_on_error: bool = False,
 ) -> list[Any]:
-    """As `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
+    """Like `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
 
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
@@ -289,7 +291,7 @@ class _Job:
         cluster: Where it runs.
         output: Where lines go.
         packed: The pickled function.
-        spill: Where what is large travels.
+        spill: The directory by which large objects travel.
         env: Variables of the workers.
         executable: Their interpreter.
     """
@@ -322,7 +324,7 @@ class _Job:
             yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
 
     def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
-        """The description of the job for its agents."""
+        """Returns the description of the job for its agents."""
         packed = (
             ahead.sent(self.cluster.session, self.packed) if self.spill is None else self.spill.carried(self.packed)
         )
@@ -342,7 +344,7 @@ class _Job:
             raise
 
     def fetched(self, found: list[Any]) -> list[Any]:
-        """The results, those that travelled by the store too."""
+        """Returns the results, those that travelled by the store too."""
         return found if self.spill is None else [self.spill.fetched(value) for value in found]
 
 
@@ -386,7 +388,7 @@ def run_with(
     store: Store | str | None = None,
     warm: bool | None = None,
 ) -> list[Any]:
-    """As `run`, with a callback for the records of workers; raises as `run`."""
+    """Like `run`, with a callback for the records of workers; raises as `run`."""
     del use_gloo
     if use_mpi or extra_mpi_args:
         warnings.warn("use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own", stacklevel=3)
@@ -425,7 +427,7 @@ def run_with(
 
 
 def _handed_on() -> dict[str, str | None]:
-    """The settings of the driver on which driver and ranks must agree."""
+    """Returns the settings of the driver on which driver and ranks must agree."""
     return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
 
 

@@ -75,7 +75,7 @@ class Shim(Told):
 
     @classmethod
     def of(cls, context: Any) -> Shim | None:
-        """The plugin of a context; `None` where it has none, as on Connect.
+        """Returns the plugin of a context; `None` where it has none, as on Connect.
 
         Args:
             context: A `SparkContext`, or `None`.
@@ -90,7 +90,7 @@ class Shim(Told):
 
     @classmethod
     def active(cls) -> Shim | None:
-        """The plugin of the context that runs in this process, if there is one; loads no pyspark."""
+        """Returns the plugin of the context that runs in this process, if there is one; loads no pyspark."""
         context = getattr(sys.modules.get("pyspark"), "SparkContext", None)
         return cls.of(getattr(context, "_active_spark_context", None))
 
@@ -115,7 +115,7 @@ class Shim(Told):
         self._call("gauge", name, float(value))
 
     def timeline(self, run: str, path: str) -> None:
-        """As `Told.timeline`: the tab offers the file while the driver lives.
+        """Like `Told.timeline`: the tab offers the file while the driver lives.
 
         Args:
             run: The run.

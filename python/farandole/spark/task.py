@@ -124,7 +124,7 @@ def resources() -> dict[str, list[str]]:
 
 
 def is_told() -> bool:
-    """Whether this worker's driver shows the reports of its ranks."""
+    """Returns whether this worker's driver shows the reports of its ranks."""
     return TOLD in os.environ
 
 

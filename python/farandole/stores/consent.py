@@ -24,7 +24,7 @@ class PickleNotAllowedError(ValueError):
 
 
 def given() -> bool | None:
-    """The value of the variable; `None` if it is not set.
+    """Returns the value of the variable; `None` if it is not set.
 
     Raises:
         ValueError: it says something else.
@@ -38,7 +38,7 @@ def given() -> bool | None:
 
 
 def decision(allowed: bool | None) -> bool | None:
-    """What the caller says, or else the variable; `None` if neither says anything.
+    """Returns the caller's decision, or that of the variable, or `None` if there is neither.
 
     Args:
         allowed: by the caller.
@@ -53,7 +53,7 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
-        path: of what is loaded.
+        path: of the object to load.
         allowed: by the reader; `None` asks the variable.
         instead: how to do without, in a clause.
 
@@ -62,6 +62,6 @@ def check_load(path: str, allowed: bool | None, instead: str = "") -> None:
     """
     if decision(allowed) is False:
         raise PickleNotAllowedError(
-            f"what is saved at {path} holds pickled code, which is not allowed to run: allow it with "
+            f"the object saved at {path} holds pickled code, which is not allowed to run: allow it with "
             f"read().allow_pickle(True) or {VARIABLE}=1{instead}"
         )

@@ -21,7 +21,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether a path has one of the forms of Databricks."""
+        """Returns whether a path has one of the forms of Databricks."""
         return cls._FORMS.match(path) is not None
 
     def check_path(self, path: str) -> None:
@@ -31,12 +31,12 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
-        """As `matches`."""
+        """Like `matches`."""
         return cls.matches(path)
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """A path of Databricks as a local one: `/dbfs/...` or `/Volumes/...`.
+        """Returns a path of Databricks as a local one: `/dbfs/...` or `/Volumes/...`.
 
         Raises:
             ValueError: When it is none.

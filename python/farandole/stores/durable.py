@@ -144,7 +144,7 @@ def synchronize(directory: Path, disk: Disk = _DISK) -> None:
 
 
 def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """A checkpoint, if it is there and whole; a damaged one is told of.
+    """Returns a checkpoint, if it exists and is whole; a damaged one causes a warning.
 
     Args:
         store: directory of the run.
@@ -166,7 +166,7 @@ def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | 
 
 
 def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """The checkpoint to continue from: the last one, or where that is damaged or missing, the one before.
+    """Returns the checkpoint to continue from: the last one, or where that is damaged or missing, the one before.
 
     The one before then replaces the damaged one, so that the next write does not keep that.
 
@@ -200,7 +200,7 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
 
 
 def damage(data: bytes) -> str | None:
-    """The defect of a checkpoint; `None` if it is complete.
+    """Returns the defect of a checkpoint; `None` if it is complete.
 
     Args:
         data: of the file.

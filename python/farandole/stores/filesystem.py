@@ -58,7 +58,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return self._described(path.rstrip("/"), size, modified, is_directory)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The entries of a directory, or the file itself."""
+        """Returns the entries of a directory, or the file itself."""
         base = path.rstrip("/")
         items = native.Store(path).look()
         if not items:
@@ -76,7 +76,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return {"name": name, "size": None if is_directory else size, "type": kind, "mtime": modified}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Bytes of a file; negative positions count from its end."""
+        """Returns the bytes of a file; negative positions count from its end."""
         store, name = self._at(path)
         if start is None and end is None:
             return store.read(name)
@@ -116,11 +116,11 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         """Does nothing: directories come with their files."""
 
     def created(self, path: str) -> Any:
-        """As `modified`: a file is never changed, only written again."""
+        """Like `modified`: a file is never changed, only written again."""
         return self.modified(path)
 
     def modified(self, path: str) -> Any:
-        """When a file was written, in UTC."""
+        """Returns the time at which a file was written, in UTC."""
         from datetime import UTC, datetime  # noqa: PLC0415 - asked for rarely
 
         seconds = self.info(path)["mtime"]

@@ -44,7 +44,7 @@ class StorageOptions:
         self.apply()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Returns whether there are any."""
         return bool(self._options)
 
     def __eq__(self, other: object) -> bool:

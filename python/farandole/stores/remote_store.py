@@ -33,7 +33,7 @@ class RemoteStore:
     seal_key: bytes | None = field(default=None, repr=False)
 
     def read(self, name: str) -> bytes | None:
-        """A file of the run, or `None` where there is none.
+        """Returns a file of the run, or `None` where there is none.
 
         Args:
             name: path below the run's directory.
@@ -66,7 +66,7 @@ class RemoteStore:
             durable.write(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
-        """A checkpoint of the run, or `None` where there is none; a damaged one is named in a warning and not used.
+        """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not used.
 
         Args:
             name: path below the run's directory.
@@ -77,7 +77,7 @@ class RemoteStore:
         return durable.read(run, name, partial(self._fault, run))
 
     def resume(self) -> bytes | None:
-        """The checkpoint that the run continues from, or `None` for a fresh run.
+        """Returns the checkpoint that the run continues from, or `None` for a fresh run.
 
         Raises:
             ValueError: there are checkpoints, and none of them can be used.

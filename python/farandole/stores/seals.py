@@ -8,7 +8,8 @@ checkpoint, so it contains every checkpoint that can remain after a loss of powe
 
 Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store sets a secret in the
 variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal, an HMAC-SHA256 of the run and the content,
-and a checkpoint without a seal is refused. The workers get a key that is valid for their run only.
+and a checkpoint without a seal is refused. The workers of a fit get a key that is valid for their run only. Workers
+that commit elastic states ask the driver for the key of their run (`keys`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ _KEPT: Final = 2
 """Contents of one name that are known beside the newest: the one of before, and one that a loss of power kept back."""
 
 
+def is_given() -> bool:
+    """Returns whether this process has the secret."""
+    return bool(os.environ.get(SECRET))
+
+
 def run_key(run_id: str) -> bytes | None:
-    """The key that seals the checkpoints of one run; `None` without a secret.
+    """Returns the key that seals the checkpoints of one run; `None` without a secret.
 
     Args:
         run_id: name of the run.
@@ -66,7 +72,7 @@ def note(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
 
 
 def fault(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
-    """Why a checkpoint is not one of this run; `None` when it is.
+    """Returns the reason why a checkpoint does not belong to this run; `None` if it does.
 
     Args:
         run: the run's directory.
@@ -100,7 +106,7 @@ def _entry(data: bytes, key: bytes | None) -> dict[str, Any]:
 
 
 def _known(run: native.Store) -> dict[str, list[dict[str, Any]]]:
-    """The entries of the marker; none where there is no marker that can be read. A newer format is an error."""
+    """Returns the entries of the marker; none where there is no marker that can be read. A newer format is an error."""
     if not run.exists(MARKER):
         return {}
     try:

@@ -99,11 +99,11 @@ class HDFSStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether a path is a URL of HDFS."""
+        """Returns whether a path is a URL of HDFS."""
         return scheme(path) in cls.SCHEMES
 
     def parse_url(self, url: str) -> tuple[str | None, str | None, int | None, str | None, int]:
-        """The parts of a URL: prefix, host, port, path, and the position of the path."""
+        """Returns the parts of a URL: prefix, host, port, path, and the position of the path."""
         found = re.search(self.URL_PATTERN, url)
         if found is None:
             raise ValueError(f"not a path in HDFS: {url}")
@@ -117,11 +117,11 @@ class HDFSStore(AbstractFilesystemStore):
             raise ValueError(f"a store in HDFS needs a path below the root: {path!r}")
 
     def get_full_path(self, path: str) -> str:
-        """The path with this store's scheme and name node in front."""
+        """Returns the path with this store's scheme and name node in front."""
         return path if scheme(path) else f"{self._root}/{path.lstrip('/')}"
 
     def get_localized_path(self, path: str) -> str:
-        """The path as the name node knows it."""
+        """Returns the path as the name node knows it."""
         return native.localized_path(self.get_full_path(path))
 
     def get_full_path_fn(self) -> Callable[[str], str]:

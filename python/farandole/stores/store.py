@@ -43,7 +43,7 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """The store for a path or URL.
+        """Returns the store for a path or URL.
 
         Args:
             prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`, `/Volumes/main/x`,
@@ -67,7 +67,7 @@ class Store:
         return FilesystemStore(prefix_path, *args, **kwargs)
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
+        """Returns whether there is a data set at `path`: prepared data, or a directory of Parquet files."""
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
@@ -87,7 +87,7 @@ class Store:
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs are kept."""
+        """Returns whether checkpoints and logs are kept."""
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
@@ -119,7 +119,7 @@ class Store:
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a directory at `path`."""
+        """Returns whether there is a file or a directory at `path`."""
         raise NotImplementedError
 
     def read(self, path: str) -> bytes:
@@ -155,7 +155,7 @@ class AbstractFilesystemStore(Store):
         save_runs: whether checkpoints and logs are kept.
         storage_options: credentials and endpoints, by the names of fsspec's file systems (`key`, `secret`,
             `endpoint_url`, `account_key`, ...) or of the providers' environment variables in lower case. They are never
-            shown; they travel with the store. Without them the providers' standard environment counts.
+            shown; they travel with the store. Without them the providers' standard variables are used.
         checkpoint_filename: the checkpoint's name, instead of `checkpoint`.
 
     Raises:
@@ -209,13 +209,13 @@ class AbstractFilesystemStore(Store):
         return _rebuild, (type(self), self._arguments)
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a store of the same places: no options, no user, no credentials."""
+        """Returns the arguments that make a store of the same places: no options, no user, no credentials."""
         paths = {name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None}
         whole = {name: self.get_full_path(path) for name, path in paths.items()}
         return whole | {"save_runs": self._save_runs, "checkpoint_filename": self._arguments["checkpoint_filename"]}
 
     def has_options(self) -> bool:
-        """Whether there are options that `plain` leaves out."""
+        """Returns whether there are options that `plain` leaves out."""
         return bool(self._options)
 
     @property
@@ -258,11 +258,11 @@ class AbstractFilesystemStore(Store):
         raise NotImplementedError
 
     def get_full_path(self, path: str) -> str:
-        """The path with its scheme; a bare path becomes absolute."""
+        """Returns the path with its scheme; a bare path becomes absolute."""
         return native.full_path(path)
 
     def get_localized_path(self, path: str) -> str:
-        """The path without its scheme."""
+        """Returns the path without its scheme."""
         return native.localized_path(path)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
@@ -278,12 +278,12 @@ class AbstractFilesystemStore(Store):
         native.Store(self.prefix_path).check_writable()
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """As `Store.is_parquet_dataset`."""
+        """Like `Store.is_parquet_dataset`."""
         directory = native.Store(self.get_full_path(path))
         return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
 
     def get_parquet_dataset(self, path: str) -> Any:
-        """The Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
+        """Returns the Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
         import pyarrow.dataset as arrow  # noqa: PLC0415 - stores are used where pyarrow is not
 
         url = self.get_full_path(path)
@@ -291,39 +291,39 @@ class AbstractFilesystemStore(Store):
         return arrow.dataset(files, filesystem=self.fs, format="parquet")
 
     def get_data_metadata_path(self, path: str) -> str:
-        """The file that describes the prepared data at `path`."""
+        """Returns the file that describes the prepared data at `path`."""
         return f"{self.get_full_path(path).rstrip('/')}/_manifest.json"
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_train_data_path`."""
+        """Like `Store.get_train_data_path`."""
         return self._layout.train_data(idx)
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_val_data_path`."""
+        """Like `Store.get_val_data_path`."""
         return self._layout.val_data(idx)
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """As `Store.get_test_data_path`."""
+        """Like `Store.get_test_data_path`."""
         return self._layout.test_data(idx)
 
     def saving_runs(self) -> bool:
-        """As `Store.saving_runs`."""
+        """Like `Store.saving_runs`."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
-        """As `Store.get_runs_path`."""
+        """Like `Store.get_runs_path`."""
         return self._layout.runs
 
     def get_run_path(self, run_id: str) -> str:
-        """As `Store.get_run_path`."""
+        """Like `Store.get_run_path`."""
         return self._layout.run(run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """As `Store.get_checkpoint_path`."""
+        """Like `Store.get_checkpoint_path`."""
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Every file of the run that ends in `suffix`, sorted.
+        """Returns every file of the run that ends in `suffix`, sorted.
 
         Args:
             run_id: name of the run.
@@ -333,28 +333,28 @@ class AbstractFilesystemStore(Store):
         return [f"{run}/{name}" for name, _ in native.Store(run).list() if name.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """As `Store.get_logs_path`."""
+        """Like `Store.get_logs_path`."""
         return self._layout.logs(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        """As `Store.get_checkpoint_filename`."""
+        """Like `Store.get_checkpoint_filename`."""
         return self._layout.checkpoint_filename
 
     def get_logs_subdir(self) -> str:
-        """As `Store.get_logs_subdir`."""
+        """Like `Store.get_logs_subdir`."""
         return self._layout.logs_subdir
 
     def exists(self, path: str) -> bool:
-        """As `Store.exists`."""
+        """Like `Store.exists`."""
         return native.Store(self.get_full_path(path)).exists()
 
     def read(self, path: str) -> bytes:
-        """As `Store.read`."""
+        """Like `Store.read`."""
         directory, name = self._split(path)
         return native.Store(directory).read(name)
 
     def write_text(self, path: str, text: str) -> None:
-        """As `Store.write_text`."""
+        """Like `Store.write_text`."""
         self.write_bytes(path, text.encode())
 
     def write_bytes(self, path: str, data: bytes) -> None:
@@ -383,7 +383,7 @@ class AbstractFilesystemStore(Store):
         return local_output_dir
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies the content of a local directory to the directory of the run.
+        """Returns a function that copies the content of a local directory to the directory of the run.
 
         Args:
             run_id: name of the run.
@@ -399,7 +399,7 @@ class AbstractFilesystemStore(Store):
         return sync
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
-        """As `Store.to_remote`."""
+        """Like `Store.to_remote`."""
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),
@@ -432,11 +432,11 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether this kind of store serves a path: one without a scheme, or `file`."""
+        """Returns whether this kind of store serves a path: one without a scheme, or `file`."""
         return bool(path) and scheme(path) in (None, "file")
 
     def get_filesystem(self) -> StoreFileSystem:
-        """As `fs`."""
+        """Like `fs`."""
         return self.fs
 
     def copy(self, lpath: str, rpath: str, recursive: bool = False, callback: Any = None, **kwargs: Any) -> None:
@@ -469,7 +469,7 @@ class LocalStore(FilesystemStore):
 
 
 def scheme(path: str) -> str | None:
-    """The scheme of a URL in lower case; `None` for a path."""
+    """Returns the scheme of a URL in lower case; `None` for a path."""
     found = _SCHEME.match(path)
     return found[1].lower() if found else None
 

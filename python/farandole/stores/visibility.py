@@ -33,12 +33,12 @@ def told_local(url: str, hosts: list[str]) -> str | None:
     some = ", ".join(sorted(set(hosts))[:4])
     return (
         f"the store {url} is a local path and Spark has executors on several hosts ({some}): all of them and the "
-        "driver must see the same directory there, or training cannot read what was prepared"
+        "driver must see the same directory there, or training cannot read the prepared data"
     )
 
 
 def executor_hosts(context: Any) -> list[str]:
-    """The hosts of a classic session's driver and executors; empty if they are unknown.
+    """Returns the hosts of a classic session's driver and executors; empty if they are unknown.
 
     Args:
         context: its `SparkContext`, or `None`.

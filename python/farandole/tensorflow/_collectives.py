@@ -103,7 +103,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """As `allreduce` for several tensors, of any dtypes, as one unit."""
+    """Like `allreduce` for several tensors, of any dtypes, as one unit."""
     op = choose_op(op, average)
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
@@ -210,7 +210,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """As `reducescatter` for several tensors as one unit."""
+    """Like `reducescatter` for several tensors as one unit."""
     factors = (prescale_factor, postscale_factor)
     return _scatter(tensors, device_dense, compression, op, None, process_set, False, factors)
 

@@ -37,7 +37,7 @@ except (ImportError, AttributeError):
 
 
 def is_eager(value: Any) -> bool:
-    """Whether this is a tensor with a value, about to be used eagerly."""
+    """Returns whether this is a tensor with a value, about to be used eagerly."""
     return type(value) is eager_tensor and _executing_eagerly()
 
 

@@ -55,7 +55,7 @@ class Dealt(NamedTuple):
 
 
 def _set(number: int) -> ProcessSet:
-    """The process set of this number.
+    """Returns the process set of this number.
 
     Raises:
         ValueError: When there is none.
@@ -82,7 +82,7 @@ def _wrong(text: str) -> tf.errors.OpError:
 
 
 def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Runs `function` on arrays when the graph runs; one after the other in graphs that would not see to it."""
+    """Runs `function` on arrays when the graph runs; in sequence in graphs that would not order the calls."""
 
     def run(*tensors: Any) -> list[Any]:
         # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an UnknownError.
@@ -121,7 +121,7 @@ def _collective(
 
     Args:
         function: Takes one array for each of `tensors` and `more`, returns one for each tensor and of `more_dtypes`.
-        tensors: What is sent.
+        tensors: The tensors to send.
         gradient: Takes the module, gradients of results for `tensors`, and the further results; returns those of
             `tensors`.
         rows_differ: Whether results have other numbers of rows.
@@ -156,7 +156,7 @@ def _gradients() -> Any:
 
 
 def _reduce(reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]) -> list[Any]:
-    """A reduction of several tensors; `gradient` names its gradient."""
+    """Returns a reduction of several tensors; `gradient` names its gradient."""
     tensor_name, process_set = told["tensor_name"], told["process_set"]
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -222,7 +222,7 @@ def farandole_grouped_broadcast(
     attended: bool = False,  # noqa: ARG001
     root_rank: int = 0,
 ) -> list[Any]:
-    """The root's tensors on every rank."""
+    """Returns the root's tensors on every rank."""
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         names = [f"{tensor_name}_{index}" if tensor_name else None for index in range(len(arrays))]
@@ -242,7 +242,7 @@ def farandole_grouped_allgather(
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
 ) -> GroupedGathered:
-    """All ranks' tensors, and how many rows each rank gave of each."""
+    """Returns all ranks' tensors, and how many rows each rank gave of each."""
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         chosen = _set(process_set)
@@ -305,12 +305,12 @@ def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
 
 
 def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
-    """The root's tensor on every rank."""
+    """Returns the root's tensor on every rank."""
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
 def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
-    """All ranks' tensors."""
+    """Returns all ranks' tensors."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
     return Gathered(outputs[0], rows)
 
@@ -325,7 +325,7 @@ def _number(question: Callable[[ProcessSet], int], process_set: int) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Ranks in the set."""
+    """Returns the ranks in the set."""
     return _number(lambda chosen: chosen.size() or 0, process_set)
 
 
@@ -335,7 +335,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Ranks on this host."""
+    """Returns the ranks on this host."""
     return _number(lambda _: hvd.local_size(), process_set)
 
 
@@ -345,5 +345,5 @@ def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any: 
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Whether this rank is in the set."""
+    """Returns whether this rank is in the set."""
     return _number(lambda chosen: int(bool(chosen.included())), process_set)

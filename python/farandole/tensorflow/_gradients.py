@@ -27,7 +27,7 @@ DEFAULTS = {"tensor_name": b"", "process_set": 0, "reduce_op": Average, "prescal
 
 
 def _reduction(told: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a reduction.
+    """Returns the attributes of a reduction.
 
     Raises:
         ValueError: When it has no gradient.
@@ -38,12 +38,12 @@ def _reduction(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def total() -> int:
-    """The reduction of the gradients that ranks derive for values of one of them."""
+    """Returns the reduction of the gradients that ranks derive for values of one of them."""
     return Average if convention.is_horovods() else Sum
 
 
 def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
-    """The same reduction of the gradients."""
+    """Returns the same reduction of the gradients."""
     return list(here.farandole_grouped_allreduce(tensors=grads, **_reduction(told), **gradient_arguments(told)))
 
 
@@ -70,7 +70,7 @@ def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
 
 
 def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
-    """Every rank's part of the gradient, by the factors."""
+    """Returns every rank's part of the gradient, by the factors."""
     reduction, arguments = _reduction(told), gradient_arguments(told)
     parts = here.farandole_grouped_allgather(tensors=grads, **arguments).outputs
     factor = double(reduction["prescale"]) * double(reduction["postscale"])
@@ -85,7 +85,7 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
 
 
 def _told(op: Any, *more: str) -> dict[str, Any]:
-    """The arguments of a native op."""
+    """Returns the arguments of a native op."""
 
     def told_of(key: str) -> Any:
         try:

@@ -24,11 +24,11 @@ library: Any = None
 
 
 class _UnusableError(RuntimeError):
-    """Why the native ops cannot serve."""
+    """The reason why the native ops cannot be used."""
 
 
 def _connect() -> Any:
-    """The generated functions of the native ops.
+    """Returns the generated functions of the native ops.
 
     Raises:
         _UnusableError: When this TensorFlow cannot carry them.
@@ -78,7 +78,7 @@ def _probe(ops: Any) -> None:
 
 
 def _keep_from_autograph() -> None:
-    """Has AutoGraph call this package's functions as they are, as it does TensorFlow's: none needs to be converted."""
+    """Lets AutoGraph call this package's functions unconverted, like those of TensorFlow."""
     with contextlib.suppress(ImportError, AttributeError):
         from tensorflow.python.autograph.core import config  # noqa: PLC0415 - private: functions work without, too
 

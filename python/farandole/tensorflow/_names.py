@@ -30,7 +30,7 @@ def base_name(name: str, ignore_name_scope: bool) -> str:
 
 
 def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_name_scope: bool) -> dict[str, Any]:
-    """As `arguments`, when running eagerly.
+    """Like `arguments`, when running eagerly.
 
     The thread that runs the op drives it to its end: it would wait for that anyway, and when TensorFlow runs eager ops
     asynchronously, it is one that does them one after the other.
@@ -40,7 +40,7 @@ def eager_arguments(operation: str, name: str | None, process_set: Any, ignore_n
 
 
 def number_of(process_set: Any) -> int:
-    """The engine's number of a process set.
+    """Returns the engine's number of a process set.
 
     Raises:
         ValueError: When it has none.
@@ -100,12 +100,12 @@ ONE = 4607182418800017408
 
 
 def double(number: int) -> float:
-    """The inverse of `bits`."""
+    """Inverts `bits`."""
     return struct.unpack("<d", struct.pack("<q", number))[0]
 
 
 def bits(factor: float) -> int:
-    """A double by its bits: attributes of ops are singles."""
+    """Returns a double by its bits: attributes of ops are singles."""
     if factor == 1.0:
         return ONE
     return struct.unpack("<q", struct.pack("<d", float(factor)))[0]

@@ -27,15 +27,15 @@ class _Wrapped(_Base):
         self._optimizer = optimizer
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Calls the method of the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -79,7 +79,7 @@ class _DistributedOptimizer(_Wrapped):
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's; on every n-th pass when there are several."""
+        """Calls the method of the wrapped optimizer; with several passes, on every n-th one."""
         if self._aggregation is None:
             return self._optimizer.apply_gradients(*args, **kwargs)
         return self._aggregation.apply_gradients(
@@ -90,7 +90,7 @@ class _DistributedOptimizer(_Wrapped):
 class _AdasumOptimizer(_Wrapped):
     """Takes each rank's own step, then adds the Adasum of the steps to where all started.
 
-    Steps are dense, and nobody's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
+    Steps are dense, and no rank's step is scaled: `sparse_as_dense` and `scale_local_gradients` change nothing.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _AdasumOptimizer(_Wrapped):
         self._reducer.register_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's: gradients stay this rank's."""
+        """Calls the method of the wrapped optimizer: gradients are not reduced."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:

@@ -36,8 +36,8 @@ class GradientReducer:
         sparse_as_dense: Whether slices become tensors first.
         op: The reduction.
         gradient_predivide_factor: For `Average`, gradients are divided by it before and multiplied after the sum.
-        groups: `None` for one unit, a number of consecutive units, or lists of variables that form units; what is in
-            no list forms one more.
+        groups: `None` for one unit, a number of consecutive units, or lists of variables that form units; variables in
+            no list form one more.
         process_set: The ranks that take part; others keep their gradients.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
         name: Names the reductions, which those that run at the same time in several threads need.
@@ -78,7 +78,7 @@ class GradientReducer:
         self.local.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:
-        """Whether a variable's gradients are left to this rank."""
+        """Returns whether a variable's gradients are left to this rank."""
         return key_of(variable) in self.local
 
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None) -> list[Any]:
@@ -104,7 +104,7 @@ class GradientReducer:
         return results
 
     def agree(self, flag: Any) -> Any:
-        """Whether a boolean is true on all ranks."""
+        """Returns whether a boolean is true on all ranks."""
         if not self.process_set.included():
             return flag
         name = self._chosen(f"finite_{self.name}")

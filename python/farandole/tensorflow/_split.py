@@ -31,11 +31,11 @@ except (ImportError, AttributeError):
 _split: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that are split: they stay so when they are traced again."""
 _scopes = itertools.count()
-"""Tell apart what is compiled together."""
+"""Distinguish the functions that are compiled together."""
 
 
 def is_possible() -> bool:
-    """Whether this TensorFlow has the necessary functions."""
+    """Returns whether this TensorFlow has the necessary functions."""
     return Function is not None and all(
         hasattr(holder, name)
         for holder, name in (
@@ -47,7 +47,7 @@ def is_possible() -> bool:
 
 
 def split() -> bool:
-    """Splits what is being traced on this thread; whether that could be done."""
+    """Splits the function that is being traced on this thread; returns whether that was possible."""
     if not is_possible():
         return False
     functions, graphs = _being_traced()
@@ -64,7 +64,7 @@ def split() -> bool:
 
 
 def _being_traced() -> tuple[list[Any], list[Any]]:
-    """The functions to be compiled in whose trace this thread is, and the graphs of those traces and inside of them."""
+    """Returns the functions whose traces for compilation this thread is in, and the graphs of these traces."""
     functions, graphs, inside = [], [], 0
     frame = sys._getframe()
     while frame is not None:
@@ -86,7 +86,7 @@ _ENTRIES = ("_call", "get_concrete_function", "_get_concrete_function_garbage_co
 
 
 def _mark(graph: Any) -> None:
-    """Has a graph's ops compiled, those that are there and those to come, as far as XLA knows them."""
+    """Marks a graph's present and later ops for compilation, as far as XLA supports them."""
     if hasattr(graph, "_farandole_split"):
         return
     scope = f"farandole_split_{next(_scopes)}"

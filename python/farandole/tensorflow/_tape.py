@@ -31,7 +31,7 @@ class _Distributed(tf.GradientTape):
         """Gradients of `target`, reduced over all ranks.
 
         Args:
-            target: What is differentiated.
+            target: The value to differentiate.
             sources: One variable or tensor, or any nested structure of them.
             output_gradients: As in `tf.GradientTape.gradient`.
             use_generic_names: Accepted for compatibility with Horovod: names never depend on the variables.
@@ -52,7 +52,7 @@ class _Distributed(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient`, but parts the gradients of local sources from the reduced ones.
+        """Like `gradient`, but parts the gradients of local sources from the reduced ones.
 
         Args:
             target: As there.
@@ -188,7 +188,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 
 
 def trainable_weights(layers: Any) -> list[Any]:
-    """The trainable weights of a layer or a list of them.
+    """Returns the trainable weights of a layer or a list of them.
 
     Raises:
         ValueError: When something is no layer, or has not been built.

@@ -89,7 +89,7 @@ class _Compiled:
     """Stands for every function that XLA compiles, where TensorFlow asks whose part is traced."""
 
     def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802 - TensorFlow's name
-        """Whether a function has a trace of its own there."""
+        """Returns whether a function has a trace of its own there."""
         return True
 
 
@@ -97,7 +97,7 @@ _compiled = _Compiled()
 
 
 def _trace_apart() -> None:
-    """Has a function that compiled ones and others call traced once for each of the two: they need other calls.
+    """Traces a function separately for compiled and for other callers, because they need different calls.
 
     TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing changes: then such a
     function serves those for which it was traced first.
@@ -119,7 +119,7 @@ _trace_apart()
 
 
 def is_tracing() -> bool:
-    """Whether the function that is being traced is one that XLA will compile."""
+    """Returns whether the function that is being traced is one that XLA will compile."""
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
@@ -132,7 +132,7 @@ def _is_off() -> bool:
 
 
 def _missing() -> str | None:
-    """The missing requirement."""
+    """Returns the missing requirement."""
     if _is_off():
         return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
@@ -146,7 +146,7 @@ def _missing() -> str | None:
 
 @functools.cache
 def problem() -> str | None:
-    """Why compiled functions cannot hold collectives; `None` when they can. Tries it, once."""
+    """Returns the reason why compiled functions cannot hold collectives; `None` if they can. Tries it once."""
     missing = _missing()
     if missing is not None or _library.library is None:
         return missing
@@ -192,13 +192,13 @@ def _text(
 
 
 def _before(graph: Any) -> list[Any]:
-    """The operation for which a call in this graph must wait."""
+    """Returns the operation for which a call in this graph must wait."""
     token, seen = getattr(graph, _AFTER, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:
         results = [result for result in op.outputs if _is_number(result.dtype)] if op.type in _HOLDS else []
         if results:
-            # The first of a loop counts its turns, the others may be what went in.
+            # The first of a loop counts its turns, the others may be its inputs.
             before.append(tf.stop_gradient(results[0] if op.type.endswith("While") else min(results, key=_elements)))
     # A branch or a loop runs where it stands; a function may also be called from elsewhere.
     if not before and isinstance(graph, _BRANCHES):
@@ -215,7 +215,7 @@ def _elements(tensor: Any) -> int:
 
 
 def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
-    """One call after those that this graph has already."""
+    """Returns one call after those that this graph has already."""
     graph: Any = tf.compat.v1.get_default_graph()
     calls: Any = gen_xla_ops
     *values, token = calls.xla_custom_call_v2(
@@ -240,7 +240,7 @@ def _collective(
     shape_of: Callable[[tf.TensorShape], tf.TensorShape],
     gradient: Callable[..., Sequence[Any]],
 ) -> list[Any]:
-    """A call on tensors; `shape_of` makes a result's shape of its tensor's, `gradient` takes those of the results.
+    """Returns a call on tensors; `shape_of` maps shapes to the results', `gradient` takes the results' gradients.
 
     Raises:
         NotImplementedError: When this TensorFlow cannot carry it.
@@ -314,19 +314,19 @@ def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
 def farandole_grouped_broadcast(
     tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0, root_rank: int = 0
 ) -> list[Any]:
-    """The root's tensors on every rank."""
+    """Returns the root's tensors on every rank."""
     told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
     head = _text(BROADCAST, process_set, tensor_name, root=root_rank)
     return _collective(head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told))
 
 
 def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
-    """The root's tensor on every rank."""
+    """Returns the root's tensor on every rank."""
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
 def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0) -> GroupedGathered:
-    """All ranks' tensors, which must have the same number of rows."""
+    """Returns all ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     size = _members(process_set)
     rows = [_rows(tensor.shape) for tensor in tensors]
@@ -351,7 +351,7 @@ def farandole_grouped_allgather(tensors: Sequence[Any], tensor_name: str = "", p
 
 
 def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
-    """All ranks' tensors, which must have the same number of rows."""
+    """Returns all ranks' tensors, which must have the same number of rows."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
     return Gathered(outputs[0], rows)
 
@@ -425,7 +425,7 @@ def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Ranks in the set."""
+    """Returns the ranks in the set."""
     return _number(SIZE, process_set)
 
 
@@ -435,7 +435,7 @@ def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noq
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Ranks on this host."""
+    """Returns the ranks on this host."""
     return _number(LOCAL_SIZE, process_set)
 
 
@@ -445,5 +445,5 @@ def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any: 
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Whether this rank is in the set."""
+    """Returns whether this rank is in the set."""
     return _number(INCLUDED, process_set)

@@ -75,7 +75,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that returns the root's object on every rank; see `broadcast_object`."""
+    """Returns a function that returns the root's object on every rank; see `broadcast_object`."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -104,7 +104,7 @@ def allgather_object(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """An op that overwrites all global variables of the default `tf.compat.v1` graph with those of one rank.
+    """Returns an op that overwrites all global variables of the default `tf.compat.v1` graph with those of one rank.
 
     Raises:
         RuntimeError: When executing eagerly, where there are none: use `broadcast_variables`.

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def apply_op_to_not_none_tensors(tensor_op: Callable[..., Any], tensors: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of an operation on tensors; `None` stays `None`."""
+    """Returns the results of an operation on tensors; `None` stays `None`."""
     return [None if tensor is None else tensor_op(tensor, *args) for tensor in tensors]
 
 
 def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
-    """The tensors of a list that has `None` in it."""
+    """Returns the tensors of a list that has `None` in it."""
     return [tensor for tensor in tensor_list if tensor is not None]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LocalGradientAggregationHelperEager(LocalGradientAggregationHelper):
-    """As `LocalGradientAggregationHelper`; gradients may be `None` here, too.
+    """Like `LocalGradientAggregationHelper`; gradients may be `None` here, too.
 
     Args:
         backward_passes_per_step: As there, like all.

@@ -133,7 +133,7 @@ def native_variable(value: Any) -> Any:
 
 
 def chosen() -> Any:
-    """The ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
+    """Returns the ops for where one is about to be made: in a function that XLA will compile, or anywhere else.
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
@@ -170,8 +170,8 @@ def grouped_reduce(
 def _as_one(here: Any, results: Any) -> list[Any]:
     """Results of an op of a graph, which come all at once, as those of one that does nothing.
 
-    What an asynchronous op's results wake goes to TensorFlow's threads task by task; what a plain op's wake goes on
-    where that ran. With many small gradients that is half of what their reduction costs a step.
+    Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a plain op continue on
+    its thread. With many small gradients that is half of what their reduction costs a step.
     """
     if tf.executing_eagerly() or here is not ops or _library.library is None:
         return list(results)
@@ -261,7 +261,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """As `allgather` for several tensors as one unit."""
+    """Like `allgather` for several tensors as one unit."""
     tensors = [as_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []
@@ -276,7 +276,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's tensor on every rank.
+    """Returns the root's tensor on every rank.
 
     Args:
         tensor: The same shape and dtype everywhere.
@@ -308,7 +308,7 @@ def broadcast_(
         process_set: The ranks that take part.
 
     Returns:
-        What the assignments return: in a graph of `tf.compat.v1`, what has to be run.
+        The results of the assignments: in a graph of `tf.compat.v1`, the ops to run.
     """
     targets = [native_variable(variable) for variable in variables]
     if not targets:
@@ -390,7 +390,7 @@ def join() -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Number of ranks in a process set, as an int32 that is read when the graph runs."""
+    """Returns the number of ranks in a process set, as an int32 that is read when the graph runs."""
     return chosen().farandole_size(process_set=process_set_id, name=name)
 
 
@@ -410,5 +410,5 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """Number of ranks on this host, as an int32 that is read when the graph runs."""
+    """Returns the number of ranks on this host, as an int32 that is read when the graph runs."""
     return chosen().farandole_local_size(name=name)

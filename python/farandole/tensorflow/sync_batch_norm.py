@@ -45,14 +45,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.supports_jit = False
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration of the Keras layer, and the ranks of the process set if it is not the global set."""
+        """Returns the configuration of the Keras layer, and the ranks of a process set that is not global."""
         config: dict[str, Any] = super().get_config()
         if self.process_set is not global_process_set:
             config["process_set"] = self.process_set.ranks
         return config
 
     def _members(self) -> ProcessSet:
-        """The process set; one that was only known by its ranks is the registered one of these ranks."""
+        """Returns the process set; one that was only known by its ranks is the registered one of these ranks."""
         if self.process_set.process_set_id is None:
             self.process_set = copy.copy(self.process_set)
         return self.process_set

@@ -34,13 +34,13 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Whether TensorFlow sees a GPU in this process."""
+    """Returns whether TensorFlow sees a GPU in this process."""
     del ext_base_name, verbose
     return bool(tf.config.list_physical_devices("GPU"))
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-    """The reduction that results from `op` and the deprecated `average`.
+    """Returns the reduction that results from `op` and the deprecated `average`.
 
     Raises:
         ValueError: When both are given.
@@ -56,7 +56,7 @@ def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's argument name
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The inverse of `vars_to_refs`."""
+    """Inverts `vars_to_refs`."""
     if isinstance(refs, list | tuple):
         return [refs_to_vars(entry) for entry in refs]
     return refs.deref() if hasattr(refs, "deref") else refs

@@ -73,7 +73,7 @@ def _start_group(
 
 
 def gather_rows(tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set) -> Rows:
-    """As `allgather`, without a gradient; returns also the number of rows every rank gave."""
+    """Like `allgather`, without a gradient; returns also the number of rows every rank gave."""
     return synchronize(_start_one(tensor, name, process_set, tuple, attended=True))
 
 

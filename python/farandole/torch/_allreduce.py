@@ -111,7 +111,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
+    """Like `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
     reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return synchronize(start_one(tensor, name, reduction, in_place=True, attended=True))
 
@@ -175,6 +175,6 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `grouped_allreduce`, but overwrites the tensors, which must be contiguous, and returns them. No gradient."""
+    """Like `grouped_allreduce`, but overwrites the tensors, which must be contiguous, and returns them. No gradient."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     return synchronize(handle)

@@ -97,7 +97,7 @@ def alltoall_async(
 
 
 class _Alltoall(torch.autograd.Function):
-    """Alltoall with a gradient: what came goes back."""
+    """Alltoall with a gradient, which sends received elements back."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _Alltoall(torch.autograd.Function):
 def exchange(
     tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `alltoall`, but always returns the pair."""
+    """Like `alltoall`, but always returns the pair."""
     if wants_grad(tensor):
         return _Alltoall.apply(tensor, splits, name, process_set)
     return synchronize(_start(tensor, splits, name, process_set, attended=True))

@@ -130,5 +130,5 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """As `broadcast`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
+    """Like `broadcast`, but overwrites `tensor`, which must be contiguous, and returns it. No gradient."""
     return synchronize(_start(tensor, root_rank, name, process_set, in_place=True, attended=True))

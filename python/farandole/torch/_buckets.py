@@ -237,7 +237,7 @@ class Bucket:
 
 
 def _nothing(slot: Slot) -> torch.Tensor:
-    """The gradient of a parameter that was not used."""
+    """Returns the gradient of a parameter that was not used."""
     parameter = slot.parameter
     if not slot.sparse_dim:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
@@ -311,12 +311,12 @@ class ViewBucket(Bucket):
         slot.parameter.grad = view
 
     def _goes_past(self, slot: Slot, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether a gradient is copied past the caches, by one thread: not if torch copies with several."""
+        """Returns whether a gradient is copied past the caches, by one thread: not if torch copies with several."""
         alone = slot in self._offsets and torch.get_num_threads() == 1
         return alone and _is_plain(grad, view) and not self._holds(grad)
 
     def _holds(self, grad: torch.Tensor) -> bool:
-        """Whether the gradient is in the bucket's memory already, under its own name or a neighbour's."""
+        """Returns whether the gradient is in the bucket's memory already, under its own name or a neighbour's."""
         return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
     def start(self) -> None:
@@ -363,7 +363,7 @@ class ViewBucket(Bucket):
 
 
 def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether `like`, of the same shape on the host, can be filled by copying the gradient's bytes."""
+    """Returns whether `like`, of the same shape on the host, can be filled by copying the gradient's bytes."""
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided

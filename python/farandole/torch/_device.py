@@ -26,28 +26,28 @@ basics.on_init(_opened.clear)
 
 
 def stream_of(ordinal: int) -> int:
-    """The handle of the stream that is current on a GPU."""
+    """Returns the handle of the stream that is current on a GPU."""
     return torch.cuda.current_stream(ordinal).cuda_stream
 
 
 def ordinal_of(tensor: torch.Tensor) -> int | None:
-    """The number of the GPU that a tensor is on; `None` for host memory."""
+    """Returns the number of the GPU that a tensor is on; `None` for host memory."""
     return None if tensor.is_cpu else tensor.get_device()
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
+    """Returns whether the stream captures a CUDA graph: operations on the tensor are recorded and not executed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def spot(tensor: torch.Tensor) -> Spot:
-    """The place of a tensor that `is_usable`."""
+    """Returns the place of a tensor that `is_usable`."""
     ordinal = ordinal_of(tensor)
     return None if ordinal is None else (ordinal, stream_of(ordinal))
 
 
 def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
-    """The place of several tensors; `None` if all are in host memory."""
+    """Returns the place of several tensors; `None` if all are in host memory."""
     ordinals = [ordinal_of(tensor) for tensor in tensors]
     streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
     if not streams:
@@ -80,7 +80,7 @@ def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
+    """Returns whether the engine uses a tensor's memory in place: on the host, or on a GPU that it can use."""
     if tensor.is_cpu:
         return True
     if not tensor.is_cuda:
@@ -93,7 +93,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def _open(ordinal: int) -> bool:
-    """Has the engine take up a GPU; false where torch copies tensors to the host instead."""
+    """Lets the engine use a GPU; returns false if torch copies tensors to the host instead."""
     if torch.version.hip is not None:
         return False
     packages = [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]

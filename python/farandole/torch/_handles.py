@@ -40,7 +40,7 @@ DTYPES: dict[torch.dtype, int] = {
 """The engine's number of every dtype it knows."""
 _BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
 MOVED = DTYPES | {getattr(torch, name): DTYPES[torch.uint8] for name in _BYTES if hasattr(torch, name)}
-"""The same, and what is only moved, as bytes: the engine does not add in these."""
+"""The same, and types that are only moved, as bytes: the engine cannot add them."""
 
 
 class _Table(HandleTable):
@@ -55,14 +55,14 @@ class _Table(HandleTable):
         self._spots.clear()
 
     def submit(self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any) -> int:
-        """As `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
+        """Like `HandleTable.submit`; where the tensors are is the last argument of operations that have such."""
         handle = super().submit(keep, finish, call, *arguments)
         if arguments and isinstance(arguments[-1], (tuple, list)):
             self._spots[handle] = arguments[-1]
         return handle
 
     def synchronize(self, handle: int) -> Any:
-        """As `HandleTable.synchronize`, from any stream."""
+        """Like `HandleTable.synchronize`, from any stream."""
         spots = self._spots.get(handle)
         if spots is None:
             return super().synchronize(handle)
@@ -74,7 +74,7 @@ class _Table(HandleTable):
                 self._spots.pop(handle, None)
 
     def reach(self, reached: engine.Reached) -> Outcome:
-        """Has the current stream wait for a result, and not the host.
+        """Lets the current stream wait for a result, and not the host.
 
         Args:
             reached: What the engine returned.
@@ -119,7 +119,7 @@ def usable(tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = DTYPES) -> 
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:
-    """Whether the engine cannot work on the tensor's own memory."""
+    """Returns whether the engine cannot work on the tensor's own memory."""
     usable_there = tensor.is_cpu or _device.is_usable(tensor)
     return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
@@ -154,9 +154,9 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The rows an operation has collected, as a tensor that holds the engine's memory: no copy.
+    """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no copy.
 
-    What is on a GPU is copied, by the current stream.
+    Tensors on a GPU are copied by the current stream.
 
     Args:
         gathered: What the engine returned.
@@ -176,12 +176,12 @@ def adopt(gathered: engine.Gathered | int | None, like: torch.Tensor, device: to
 
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
-    """Whether autograd must record an operation on these tensors."""
+    """Returns whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once.
+    """Returns whether `synchronize(handle)` would return at once.
 
     Raises:
         ValueError: When the handle was consumed already, or never given out.

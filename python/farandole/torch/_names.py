@@ -24,7 +24,7 @@ MOST_BYTES = 16 << 20
 def name_parameters(
     param_groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Every parameter of an optimizer with its name, in the optimizer's order.
+    """Returns every parameter of an optimizer with its name, in the optimizer's order.
 
     Raises:
         ValueError: When an entry is no pair, a name appears twice, or a parameter has none.
@@ -53,8 +53,8 @@ def name_parameters(
 def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = None) -> list[list[torch.Tensor]]:
     """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit` bytes together.
 
-    What lies together has one dtype and one device. With `least` the batches of the second half shrink to it: while
-    the last one travels there is nothing left to compute.
+    Tensors that lie together have one dtype and one device. With `least` the batches of the second half shrink to it:
+    while the last one travels there is nothing left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
@@ -73,14 +73,14 @@ def batch(parameters: Sequence[torch.Tensor], limit: int, least: int | None = No
 def group_parameters(
     names: dict[torch.Tensor, str], groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
-    """The parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
+    """Returns the parameters whose gradients are reduced as one unit: neighbours, consecutive groups, or given ones.
 
     Args:
         names: Every parameter of the optimizer and its name.
         groups: How many groups, or their members; the parameters in none stay alone.
 
     Raises:
-        ValueError: When the number is not positive, or a list has what is no parameter or one twice.
+        ValueError: The number is not positive, or a list has an object that is no parameter, or a parameter twice.
     """
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:

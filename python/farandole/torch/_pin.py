@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
 _ASSIGNED = "FARANDOLE_TASK_RESOURCES"
-"""Set where Spark has started this rank, and may have assigned it a GPU."""
+"""Set if Spark has started this rank, and may have assigned it a GPU."""
 
 
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None
 ) -> None:
-    """Joins the world this process was launched into, or a world of its own if no launcher started it.
+    """Joins the world in which this process was launched, or a world of one if no launcher started it.
 
     Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by itself when the
     interpreter exits.
@@ -60,7 +60,7 @@ def pin() -> None:
 
 
 def _choice(count: int) -> int:
-    """The number of this rank's GPU among so many."""
+    """Returns the number of this rank's GPU among so many."""
     if _ASSIGNED in os.environ:
         from farandole.spark import task  # noqa: PLC0415 - only on Spark
 

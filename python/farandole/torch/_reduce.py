@@ -127,7 +127,7 @@ def _differentiable(
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """As the engine scales: integers truncate toward zero."""
+    """Scales like the engine: integers truncate toward zero."""
     if factor == 1.0:
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():
@@ -159,7 +159,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def spread(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the wanted tensors, in the places of all arguments."""
+        """Returns the gradients of the wanted tensors, in the places of all arguments."""
         places: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i, grad in zip(_Reduce.wanted(ctx), grads, strict=True):
             places[3 + i] = grad
@@ -167,7 +167,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Linear(_Reduce):
-    """Sum and Average: what is reduced forward is reduced backward. By Horovod's convention, every op."""
+    """Sum and Average: the gradient is reduced in the same way as the tensor. By Horovod's convention, every op."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -71,11 +71,11 @@ class GradientReducer:
         self._take_stock()
 
     def is_busy(self) -> bool:
-        """Whether a reduction was started and not waited for."""
+        """Returns whether a reduction was started and not waited for."""
         return any(bucket.started for bucket in self._buckets)
 
     def is_touched(self) -> bool:
-        """Whether a gradient was computed since the last reduction."""
+        """Returns whether a gradient was computed since the last reduction."""
         return any(slot.left != self.passes for slot in self._slots.values())
 
     def reset(self) -> None:
@@ -85,7 +85,7 @@ class GradientReducer:
         self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
 
     def enter_world(self) -> None:
-        """Forgets what was started in another world, where it never ends, and looks at this one."""
+        """Forgets operations of another world, where they never end, and looks at this world."""
         self.reset()
         on_host = all(parameter.is_cpu for parameter in self._slots)
         self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))
@@ -122,7 +122,7 @@ class GradientReducer:
             raise failure
 
     def _agree(self) -> None:
-        """Ranks tell each other which gradients are sparse: who has none must take part likewise.
+        """Ranks tell each other which gradients are sparse: a rank without a gradient must take part likewise.
 
         Once a world, and again while some parameter has had no gradient on any rank, or has come new. And after every
         join: a rank that ran out of data before its first step has not heard what the others agreed on.
@@ -224,7 +224,7 @@ basics.on_init(_enter_world)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:
-    """Whether reductions can run beside the backward pass without slowing it down.
+    """Returns whether reductions can run beside the backward pass without slowing it down.
 
     Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on two cores a step of
     89 ms took 102. With several hosts the network's time is hidden in any case.

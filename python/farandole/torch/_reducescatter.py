@@ -38,7 +38,7 @@ def _check(op: int) -> int:
 
 
 def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input, and memory for this rank's rows: the first members get the rows that are left over."""
+    """Returns the input, and memory for this rank's rows: the first members get the rows that are left over."""
     require_dimension("reducescatter", tensor)
     rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
     source = usable(tensor)

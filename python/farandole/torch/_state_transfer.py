@@ -8,7 +8,7 @@ for the tensors. There are two ways:
 
 - Every sender sends a part of each piece to each taker, all at the same time, by `alltoall`. Nobody else receives
   anything. The taker copies each piece into its place. The tensors must have the same bytes on all senders, as
-  `farandole.torch._comparison` finds out.
+  `farandole.torch._state_comparison` finds out.
 - If there are more takers than senders, each byte would be sent too often. Then one sender broadcasts each piece. In a
   world of two, the sender does so, too, because a large tensor is then received in its place.
 """
@@ -24,8 +24,8 @@ import torch
 from farandole.common import basics
 from farandole.torch._alltoall import alltoall_async
 from farandole.torch._broadcast import broadcast_async_
-from farandole.torch._comparison import bytes_of
 from farandole.torch._handles import synchronize
+from farandole.torch._state_comparison import bytes_of
 from farandole.torch.functions import rebuilt
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Layout(list[tuple[tuple[int, ...], torch.dtype]]):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """That of these tensors."""
+        """Returns the layout of these tensors."""
         return cls((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def shadows(self) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ def pieces_of(sizes: Sequence[int]) -> list[Piece]:
 
 
 def edges_of(size: int, parts: int) -> list[int]:
-    """Where the parts of a piece begin, and where the last one ends."""
+    """Returns the offset at which each part of a piece begins, and the end of the last part."""
     return [*(size * part // parts // _EDGE * _EDGE for part in range(parts)), size]
 
 
@@ -173,7 +173,7 @@ class _Mover:
         self._count = 0
 
     def start(self, piece: Piece) -> int:
-        """Starts to move a piece; the handle of the operation."""
+        """Starts to move a piece; returns the handle of the operation."""
         name = f"{self._name}.{self._count}"
         self._count += 1
         if self._has_parts:
@@ -213,17 +213,17 @@ class _Mover:
             at += count
 
     def finish(self) -> None:
-        """Copies what was received for tensors that are not contiguous."""
+        """Copies the received bytes to tensors that are not contiguous."""
         for index, dense in self._dense.items():
             self._tensors[index].detach().copy_(dense)
 
     def _load(self, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece on a sender."""
+        """Returns the bytes of a piece on a sender."""
         windows = [self._window(span) for span in piece.spans]
         return torch.cat([window.cpu() for window in windows]) if piece.is_packed else windows[0]
 
     def _window(self, span: Span) -> torch.Tensor:
-        """The bytes of a span, where they are."""
+        """Returns the bytes of a span, where they are."""
         if self._current is None or self._current[0] != span.number:
             self._current = span.number, self._bytes(span.number)
         return self._current[1][span.start : span.end]

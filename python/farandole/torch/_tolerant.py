@@ -34,9 +34,9 @@ from farandole.common.util import Max
 from farandole.torch._allgather import allgather
 from farandole.torch._allreduce import allreduce_async_
 from farandole.torch._buckets import Bucket
-from farandole.torch._comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
+from farandole.torch._state_comparison import equal_and_others, fingerprint, parameter_lines, require_same_model
 from farandole.torch._state_transfer import Layout, Roles, move, room
 from farandole.torch.functions import allgather_object, broadcast_value, described, packed
 
@@ -84,7 +84,7 @@ class SafeBucket(Bucket):
         super().__init__(slots, options)
 
     def start(self) -> None:
-        """As `Bucket.start`, into other memory.
+        """Like `Bucket.start`, into other memory.
 
         Raises:
             ValueError: When a gradient cannot be reduced.
@@ -99,7 +99,7 @@ class SafeBucket(Bucket):
             raise
 
     def rewind(self) -> None:
-        """Has the reduction of this step start again from the gradients of this rank."""
+        """Starts the reduction of this step again from the gradients of this rank."""
         self.started, self._handle, self._finish = False, None, None
         self._direct, self._flights, self._sparse = [], [], []
         for parameter, grad in self._own:
@@ -135,13 +135,13 @@ class TolerantReducer(GradientReducer):
 
     def __init__(self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int) -> None:
         self.tolerance: Tolerance
-        """What brings this rank into the next world; set right after this was made."""
+        """Function that brings this rank into the next world; set right after construction."""
         self.caught_up = False
         """Whether the step was finished with another rank's result, and is not to be taken."""
         super().__init__(names, groups, options, passes=passes, as_view=False)
 
     def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """As `GradientReducer.finish`; a lost rank has all others do it again in the next world.
+        """Like `GradientReducer.finish`; a lost rank has all others do it again in the next world.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
@@ -179,7 +179,7 @@ class TolerantReducer(GradientReducer):
 
 
 class Tolerance:
-    """Brings one rank from world to world, with the state of those who have most.
+    """Brings one rank from world to world, with the state of the ranks that have most steps.
 
     Args:
         optimizer: Its parameters and its state are sent to new ranks.
@@ -211,7 +211,7 @@ class Tolerance:
         self._changes: list[tuple[float, int]] = []
 
     def share(self, objects: dict[str, Any]) -> None:
-        """Has objects travel with the state to ranks that are new, and gives this one what has come for it.
+        """Sends objects with the state to new ranks, and loads the objects that have come for this rank.
 
         A reader of `farandole.data` continues with the right rows on all ranks when the world changes.
 
@@ -242,7 +242,7 @@ class Tolerance:
             books.finished()
 
     def wants_change(self) -> bool:
-        """Whether the registrar has told this rank that workers are to join or leave."""
+        """Returns whether the registrar has told this rank that workers are to join or leave."""
         self._changes.extend(engine.host_changes())
         return bool(self._changes)
 
@@ -250,7 +250,7 @@ class Tolerance:
         """Reduces the gradients of a step, in as many worlds as it takes.
 
         Args:
-            reduce: Starts what was not started, and waits for everything.
+            reduce: Starts the remaining reductions, and waits for all.
             rewind: Has `reduce` start from the beginning.
 
         Returns:
@@ -300,7 +300,7 @@ class Tolerance:
         return self.enter()
 
     def rejoin(self, is_step_due: bool) -> None:
-        """As `change`, but not before the next reduction if the optimizer's step after the last one is still due.
+        """Like `change`, but not before the next reduction if the optimizer's step after the last one is still due.
 
         Until then the parameters of this rank are older than `steps`, and no rank may take them.
         """
@@ -334,12 +334,12 @@ class Tolerance:
         self._deal(self._catch_up(self._statuses()))
 
     def _statuses(self) -> list[list[int]]:
-        """Of each rank, how many steps it has finished, whether it has a state of one step, and whether it is new."""
+        """Returns each rank's number of finished steps, whether its state is of one step, and whether it is new."""
         own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
         return allgather(own, name="tolerant.status").tolist()
 
     def _deal(self, finishes: bool) -> None:
-        """Agrees on who reads what, when all ranks have the same state.
+        """Agrees on the rows of each rank, once all ranks have the same state.
 
         Args:
             finishes: Whether this rank finishes a step if the agreement does not fail.
@@ -357,7 +357,7 @@ class Tolerance:
             self._turns[name].agree(of_all, basics.rank())
 
     def _catch_up(self, told: list[list[int]]) -> bool:
-        """Has those that are behind get what they lack; whether this rank is to finish a step after that."""
+        """Brings ranks that are behind up to date; returns whether this rank must finish a step after that."""
         whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
         most = max((steps for steps, _ in whole), default=0)
         if not whole and any(steps or not is_new for steps, _, is_new in told):
@@ -366,18 +366,18 @@ class Tolerance:
             )
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
-        # When training begins, nobody has anything, and all take what rank 0 begins with.
+        # When training begins, no rank has a state, and all take that of rank 0.
         senders = [rank for steps, rank in whole if steps == most] or [0]
         takers = [rank for rank in range(len(told)) if rank not in senders]
         require_same_model(self._model(), senders[0], takers)
         return self._bring(told, most, senders)
 
     def _model(self) -> list[str]:
-        """What a taker must have as the senders do."""
+        """Describes the parameters, which must be the same on senders and takers."""
         return parameter_lines(self._optimizer.param_groups)
 
     def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
-        """As `_catch_up`, when some rank is behind.
+        """Like `_catch_up`, when some rank is behind.
 
         Args:
             told: What `_statuses` returned.
@@ -398,7 +398,7 @@ class Tolerance:
         self.steps, self._is_whole, self._is_new = most, True, False
 
     def _transfer(self, roles: Roles) -> None:
-        """Sends parameters, the optimizer's state and what is shared to the ranks that take.
+        """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
 
         Parameters and tensors of the state that are equal on all senders come from all of them, a part from each. All
         else comes from the first sender. A sender whose state has other tensors or options than that one's sends
@@ -420,7 +420,7 @@ class Tolerance:
         own = [Layout.of(tensors) for tensors in (parameters, others, sent, kept)]
         description = None
         if basics.rank() == source:
-            # What has come for objects that this rank has not shared yet is sent on.
+            # States of objects that this rank has not shared yet are passed on.
             shared = {**self._received, **{name: value.state_dict() for name, value in self._shared.items()}}
             description = own, options, states, shared
         content = 0 if takes else fingerprint(packed([options, states]))
@@ -441,7 +441,7 @@ class Tolerance:
             self._take(parameters, options, states, shared)
 
     def _senders(self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int) -> list[int]:
-        """The senders whose parameters, states and options are described as those of the first one.
+        """Returns the senders whose parameters, states and options are described as those of the first one.
 
         Raises:
             ValueError: As `_transfer`.

@@ -43,7 +43,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         process_set: The ranks that take part; this one must be a member.
 
     Raises:
-        ValueError: When `params` is something else, e.g. a generator, or holds what is no tensor.
+        ValueError: When `params` is something else, e.g. a generator, or holds an object that is no tensor.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     named: list[tuple[str | None, Any]]
@@ -157,7 +157,7 @@ def _packed(value: Any) -> bytes | tuple[bytes, str]:
 
 
 def packed(value: Any) -> bytes:
-    """The bytes that `broadcast_value` sends for a value. If they have to be pickled, equal values may differ."""
+    """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal values may differ."""
     told = _packed(value)
     return told if isinstance(told, bytes) else told[0]
 
@@ -237,7 +237,7 @@ def described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def rebuilt(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
-    """The inverse of `described`: fills slots with fresh tensors, on the parameter's device if they were on one."""
+    """Inverts `described`: fills slots with fresh tensors, on the parameter's device if they were on a device."""
     if isinstance(value, _Slot):
         device = "cpu" if value.on_host or parameter is None else parameter.device
         slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)

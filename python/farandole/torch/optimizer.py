@@ -131,7 +131,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return self._tolerant().steps
 
     def share(self, **objects: Any) -> None:
-        """Has objects such as a schedule of learning rates go to ranks that join later. Only with `fault_tolerant`.
+        """Sends objects such as a schedule of learning rates to ranks that join later. Only with `fault_tolerant`.
 
         On such a rank each object takes its state in this call.
 
@@ -187,7 +187,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return evaluate
 
     def _settled(self) -> bool:
-        """Whether a GradScaler has had the gradients reduced, and none was computed since."""
+        """Returns whether a GradScaler has had the gradients reduced, and none was computed since."""
         return self._scaled and self._reducer is not None and not self._reducer.is_touched()
 
     @property
@@ -206,7 +206,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's.
+        """Like that of the wrapped optimizer.
 
         Raises:
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
@@ -220,7 +220,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; forgets backward passes counted so far."""
+        """Like that of the wrapped optimizer; forgets backward passes counted so far."""
         if self._reducer is not None:
             self._reducer.reset()
         self._synchronized = False
@@ -233,7 +233,7 @@ def _require_positive(passes: int) -> None:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
-    """An instance of a subclass of the optimizer's class, of the same name, that shares parameters and state."""
+    """Returns an instance of a subclass of the optimizer's class, of the same name, with its parameters and state."""
     kind = type(optimizer)
     cls: Any = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     wrapped = cls.__new__(cls)

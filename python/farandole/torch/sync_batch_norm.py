@@ -86,7 +86,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, statistics, self)
 
     def name_of(self, what: str) -> str:
-        """A unique name of this layer, so that layers may run at the same time in several threads."""
+        """Returns a unique name of this layer, so that layers may run at the same time in several threads."""
         if self._number < 0 or self._number_of_world != _world:
             self._number, self._number_of_world = next(_layers), _world
         return f"sync_batch_norm.{self._number}.{what}"
@@ -148,12 +148,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _others(tensor: torch.Tensor) -> list[int]:
-    """All dimensions but the channels."""
+    """Returns all dimensions but the channels."""
     return [dimension for dimension in range(tensor.dim()) if dimension != 1]
 
 
 def _local(tensor: torch.Tensor) -> Statistics:
-    """The statistics of this rank's batch."""
+    """Returns the statistics of this rank's batch."""
     count = tensor.numel() // tensor.shape[1]
     data = _wide(tensor.detach())
     if count == 0:
@@ -163,7 +163,7 @@ def _local(tensor: torch.Tensor) -> Statistics:
 
 
 def _together(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> Statistics:
-    """The statistics of all ranks' batches, put together in double precision from one gathered row per rank."""
+    """Returns the statistics of all ranks' batches, put together in double precision from one gathered row per rank."""
     count, mean, variance = _local(tensor)
     row = torch.cat([torch.tensor([count], dtype=torch.float64), mean.double().cpu(), variance.double().cpu()])
     rows = allgather(row.unsqueeze(0), name, process_set)
@@ -177,7 +177,7 @@ def _together(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> Stati
 
 
 def _derive(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The backward half of `_Normalize`."""
+    """Returns the backward half of `_Normalize`."""
     tensor, weight, mean, scale = ctx.saved_tensors
     layer = ctx.layer
     shape = [1, -1] + [1] * (tensor.dim() - 2)

@@ -112,11 +112,11 @@ class _Points:
         self.trials = hyperopt.Trials() if trials is None else trials
 
     def finished(self) -> int:
-        """Number of trials that have ended well."""
+        """Returns the number of trials that have ended well."""
         return self.trials.count_by_state_unsynced(self._hyperopt.JOB_STATE_DONE)
 
     def draw(self) -> dict[str, Any] | None:
-        """The next trial; `None` where there are no more points."""
+        """Returns the next trial; `None` where there are no more points."""
         trials = self.trials
         numbers = trials.new_trial_ids(1)
         trials.refresh()
@@ -131,11 +131,11 @@ class _Points:
         return trial
 
     def of(self, trial: dict[str, Any]) -> Any:
-        """The point of a trial, as the training function gets it."""
+        """Returns the point of a trial, as the training function gets it."""
         return self._hyperopt.space_eval(self._space, self._hyperopt.base.spec_from_misc(trial["misc"]))
 
     def end(self, trial: dict[str, Any], future: Future[dict[str, Any]], catch: tuple[type[Exception], ...]) -> None:
-        """Notes how a trial ended; raises what is not in `catch`."""
+        """Notes the outcome of a trial; raises exceptions that are not in `catch`."""
         error = future.exception()
         if error is None:
             trial["result"] = future.result()

@@ -113,7 +113,7 @@ class TrialBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`."""
+        """Like `Backend.run`."""
 
         def heard(rank: int, record: dict[str, Any]) -> None:
             if on_progress is not None:
@@ -135,15 +135,15 @@ class TrialBackend(Backend):
             raise _optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
 
     def num_processes(self) -> int:
-        """Number of workers."""
+        """Returns the number of workers."""
         return self._backend.num_processes()
 
     def check(self) -> None:
-        """As `Backend.check`."""
+        """Like `Backend.check`."""
         self._backend.check()
 
     def through(self, store: Store) -> Backend:
-        """As `Backend.through`."""
+        """Like `Backend.through`."""
         return TrialBackend(self._backend.through(store), self._trial, self._metric)
 
 

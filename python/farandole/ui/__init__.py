@@ -46,7 +46,7 @@ class Viewer:
         self._run = run
 
     def at(self, run: str | None) -> Self:
-        """The same viewer with a link to a run.
+        """Returns the same viewer with a link to a run.
 
         Args:
             run: Name of the run in the first store; `None` is the list of runs.
@@ -85,7 +85,7 @@ class Viewer:
         self.close()
 
     def __repr__(self) -> str:
-        """The link."""
+        """Returns the link."""
         return self.url
 
     def _repr_html_(self) -> str:
@@ -125,7 +125,7 @@ def announce(viewer: Viewer, what: str) -> None:
         what: The words before the address, such as `the run is at`.
     """
     if in_notebook():
-        # It is there where a notebook is.
+        # It exists in notebooks.
         from IPython.display import display  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         display(viewer)
@@ -142,7 +142,7 @@ def _runs_of(store: Any) -> str:
 
 
 def proxied(port: int, path: str) -> str:
-    """The URL of a path of a server on loopback, as a notebook's browser opens it.
+    """Returns the URL of a path of a server on loopback, as a notebook's browser opens it.
 
     Args:
         port: Of the server.
@@ -153,7 +153,7 @@ def proxied(port: int, path: str) -> str:
 
 
 def _prefix(port: int) -> str | None:
-    """The prefix of a notebook's proxy for the path of a port of this host."""
+    """Returns the prefix of a notebook's proxy for the path of a port of this host."""
     hub = os.environ.get("JUPYTERHUB_SERVICE_PREFIX")
     if hub:
         return f"{hub.rstrip('/')}/proxy/{port}/"

@@ -88,7 +88,7 @@ class _Back(MetaPathFinder):
 
 
 def _own(fullname: str) -> ModuleSpec | None:
-    """The module of this name that lies beside this file."""
+    """Returns the module of this name that lies beside this file."""
     place = _HERE.joinpath(*fullname.split(".")[1:])
     if (package := place / "__init__.py").is_file():
         return spec_from_file_location(fullname, package, submodule_search_locations=[str(place)])

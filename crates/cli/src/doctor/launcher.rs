@@ -12,7 +12,8 @@ use super::Page;
 /// Hosts that are named.
 const NAMED: usize = 16;
 
-/// Variables that name this process's rank: those that must be there, and who sets them. The first one has the rank.
+/// Variables that name this process's rank: the required ones, and the starters that set them. The first one has the
+/// rank.
 const LAUNCHERS: [(&[&str], &str); 8] = [
     (&["OMPI_COMM_WORLD_RANK"], "mpirun of Open MPI"),
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
@@ -61,7 +62,7 @@ fn batch(page: &mut Page, here: &dyn Surroundings, found: &Allocation, ssh: bool
     }
 }
 
-/// The system's own program, or ssh.
+/// Returns the system's own program, or ssh.
 fn reached_by(here: &dyn Surroundings, found: &Allocation) -> String {
     const AGENTS: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
     let program = match (found.shell.is_some(), found.system) {
@@ -92,7 +93,7 @@ fn named(hosts: &[HostSlots]) -> String {
     format!("{}{rest}", first.join(","))
 }
 
-/// Everybody who seems to have started this process.
+/// Returns all starters that seem to have started this process.
 fn started_by(here: &dyn Surroundings) -> String {
     let seen = LAUNCHERS.iter().filter_map(|(variables, who)| {
         let values: Option<Vec<String>> =

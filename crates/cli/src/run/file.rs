@@ -28,7 +28,7 @@ pub(crate) struct File {
 /// Reads a file's text; `name` is the file's, for errors.
 ///
 /// # Errors
-/// What is not YAML, or no table of sections, or has a value of the wrong kind.
+/// The text is no YAML, or no table of sections, or has a value of the wrong kind.
 pub(crate) fn read(name: &str, text: &str) -> Result<File> {
     let mut file = File::default();
     if text.trim().is_empty() {
@@ -93,7 +93,7 @@ fn is_section(section: &str) -> bool {
     section == OURS || FLAGS.iter().any(|flag| flag.key.is_some_and(|(known, _)| known == section))
 }
 
-/// The words for true and false, in all versions of YAML and in Horovod.
+/// Returns the words for true and false, in all versions of YAML and in Horovod.
 fn truth(text: &str) -> Option<&'static str> {
     match text.to_lowercase().as_str() {
         "true" | "yes" | "on" | "1" => Some("true"),
@@ -102,7 +102,7 @@ fn truth(text: &str) -> Option<&'static str> {
     }
 }
 
-/// How an error calls the place of a flag in the file.
+/// Describes the place of a flag in the file, for errors.
 pub(crate) fn place_of(name: &str, flag: &Flag) -> String {
     match flag.key {
         Some((section, key)) => format!("{name}: {section}.{key}"),

@@ -473,17 +473,17 @@ pub(crate) fn knob_flags() -> impl Iterator<Item = (&'static str, &'static Knob)
     })
 }
 
-/// Whether a flag has an effect only on elastic jobs.
+/// Returns whether a flag has an effect only on elastic jobs.
 pub(crate) fn is_elastic(flag: &Flag) -> bool {
     flag.key.is_some_and(|(section, _)| section == ELASTIC)
 }
 
-/// Whether a knob's flag takes no value.
+/// Returns whether a knob's flag takes no value.
 pub(crate) fn is_switch(knob: &Knob) -> bool {
     knob.expected == <bool as Value>::EXPECTED
 }
 
-/// All of them, for clap.
+/// Returns all of them, for clap.
 pub(crate) fn arguments() -> impl Iterator<Item = Arg> {
     let table = FLAGS.iter().map(argument);
     table.chain(knob_flags().map(|(name, knob)| {

@@ -29,7 +29,7 @@ use crate::logging;
 use crate::surroundings::Surroundings;
 use crate::timeline::Gathering;
 
-/// Its command line.
+/// Returns its command line.
 pub(crate) fn command() -> Command {
     Command::new("run")
         .display_name("farandole")
@@ -83,7 +83,7 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
         tell(report, verbose, &say);
     }
     if let Some(timeline) = timeline {
-        // A job does not fail because nobody can see where its time went; of one that failed, that may say why.
+        // A missing timeline does not fail a job. The timeline of a failed job may show the reason.
         match timeline.merge() {
             Ok(lines) => lines.iter().for_each(|line| say(line)),
             Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
@@ -95,7 +95,7 @@ pub(crate) fn run(called: &str, matches: &ArgMatches, surroundings: &dyn Surroun
 /// The sink of a job's records, and the part of it that gathers the timeline.
 type Sinks = (Arc<dyn Sink>, Option<Arc<Gathering>>);
 
-/// The sinks of a job's records: the console, the run viewer, and the timeline.
+/// Returns the sinks of a job's records: the console, the run viewer, and the timeline.
 fn sinks(options: &RunOptions, place: &Place, watching: &Watching) -> Result<Sinks> {
     let shown = watching.watch().and_then(|watch| watch.folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());

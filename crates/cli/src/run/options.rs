@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! From flags and the configuration file to what is run where.
+//! From flags and the configuration file to programs and their hosts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ impl RunOptions {
     /// Reads the flags, and the file that they name.
     ///
     /// # Errors
-    /// What is wrong, by flag, file and key, or variable.
+    /// The problem, with the flag, the file and key, or the variable.
     pub(crate) fn read(matches: &ArgMatches) -> Result<Self> {
         let path = text(matches, "config-file").unwrap_or_default();
         let file = if path.is_empty() {
@@ -137,23 +137,23 @@ impl RunOptions {
         })
     }
 
-    /// Whether processes may come and go.
+    /// Returns whether processes may come and go.
     pub(crate) fn is_elastic(&self) -> bool {
         self.config.min_num_proc.is_some() || !self.config.host_discovery_script.is_empty()
     }
 
-    /// The file from which the job is continued after this process was killed.
+    /// Returns the file from which the job is continued after this process was killed.
     pub(crate) fn journal(&self) -> Option<PathBuf> {
         Some(PathBuf::from(&self.config.journal)).filter(|path| !path.as_os_str().is_empty())
     }
 
-    /// Whether an earlier process has left a job that this one continues.
+    /// Returns whether an earlier process has left a job that this one continues.
     pub(crate) fn is_continued(&self) -> bool {
         let left = |path: PathBuf| path.metadata().is_ok_and(|file| file.len() > 0);
         self.is_elastic() && self.journal().is_some_and(left)
     }
 
-    /// Where the processes go: as asked for, as the batch system says, or here.
+    /// Returns the hosts of the processes: those of the command line, of the batch system, or this host.
     ///
     /// # Errors
     /// Hosts that cannot be understood, and too few slots.
@@ -189,13 +189,13 @@ impl RunOptions {
         Ok(Place { hosts, num_proc, shell, allocation: given })
     }
 
-    /// The processes that an elastic job begins with, where nothing else says how many.
+    /// Returns the number of processes with which an elastic job begins, if nothing else says it.
     fn first(&self) -> Result<u32> {
         let first = self.num_proc.or(self.config.min_num_proc);
         first.context("say how many processes to start: -np N or --min-num-proc N")
     }
 
-    /// The hosts that were asked for.
+    /// Returns the hosts that were asked for.
     fn named(&self) -> Result<Option<Vec<HostSlots>>> {
         Ok(match (&self.hosts, &self.hostfile) {
             (Some(text), _) => Some(parse_hosts(text)?),
@@ -208,7 +208,7 @@ impl RunOptions {
         })
     }
 
-    /// The host discovery of an elastic job. If it is this host alone, it has room for `most`.
+    /// Returns the host discovery of an elastic job. If it is this host alone, it has room for `most`.
     pub(crate) fn discovery(&self, place: &Place, most: u32) -> Box<dyn Discovery> {
         // Without a largest number there is one process for each that was asked for.
         let slots = if most == u32::MAX { place.num_proc } else { most };
@@ -330,7 +330,7 @@ fn without_journal() -> impl Iterator<Item = (String, Option<String>)> {
     [PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
 }
 
-/// The knobs given, as variables, for those that workers are to know.
+/// Returns the knobs given, as variables, for those that workers are to know.
 fn for_workers(given: &BTreeMap<String, String>) -> BTreeMap<String, Option<String>> {
     let known = KNOBS.iter().filter(|knob| knob.propagate);
     known

@@ -14,7 +14,7 @@ use farandole::world::World;
 use super::options::RunOptions;
 use crate::surroundings::{Surroundings, Watch};
 
-/// The viewer, if somebody asked for it.
+/// The viewer, if it was requested.
 #[derive(Clone)]
 pub(super) struct Watching(Option<Arc<dyn Watch>>);
 
@@ -36,7 +36,7 @@ impl Watching {
         self.0.as_deref()
     }
 
-    /// A sink that passes records on to `next`.
+    /// Returns a sink that passes records on to `next`.
     pub(super) fn before(&self, next: Arc<dyn Sink>) -> Arc<dyn Sink> {
         match &self.0 {
             Some(watch) => Arc::new(Metrics { watch: Arc::clone(watch), next }),

@@ -10,7 +10,7 @@ use super::{Buffer, copy_past_caches};
 #[derive(Debug, Default)]
 pub(crate) struct Flat {
     buffers: Vec<Buffer>,
-    /// Where each buffer ends.
+    /// End of each buffer.
     ends: Vec<usize>,
 }
 
@@ -27,7 +27,7 @@ impl Flat {
         Self { buffers, ends }
     }
 
-    /// Bytes of all buffers.
+    /// Returns the bytes of all buffers.
     pub(crate) fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
@@ -48,7 +48,7 @@ impl Flat {
         });
     }
 
-    /// As [`Flat::write`], past the caches.
+    /// Like [`Flat::write`], past the caches.
     pub(crate) fn write_past_caches(&self, at: usize, from: &[u8]) {
         self.pieces(at, from.len(), |offset, buffer| {
             // SAFETY: the operation's buffers are ours alone (see the type), and this slice ends here.
@@ -57,7 +57,7 @@ impl Flat {
         });
     }
 
-    /// Whether no buffer is that of the other list at the same position.
+    /// Returns whether no buffer is that of the other list at the same position.
     pub(crate) fn is_apart_from(&self, other: &Self) -> bool {
         let pairs = self.buffers.iter().zip(&other.buffers);
         pairs.into_iter().all(|(own, other)| own.address() != other.address())

@@ -18,7 +18,7 @@ pub(crate) use flat::Flat;
 pub use past::copy_past_caches;
 pub(crate) use shared::home;
 
-/// Where a buffer's bytes are.
+/// The memory that holds a buffer's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// Addressable by this process.
@@ -32,7 +32,7 @@ pub enum Place {
 pub struct Stream(usize);
 
 impl Stream {
-    /// The stream of this handle, as the framework and the device's driver know it.
+    /// Returns the stream of this handle, as the framework and the device's driver know it.
     ///
     /// # Safety
     /// It is a stream of the device it is used with, or 0 for the default one, and lives while it is used.
@@ -40,7 +40,7 @@ impl Stream {
         Self(handle)
     }
 
-    /// Its handle.
+    /// Returns its handle.
     pub fn handle(self) -> usize {
         self.0
     }
@@ -55,14 +55,14 @@ pub struct Buffer {
     owner: Option<Memory>,
 }
 
-// SAFETY: a buffer is an address and a length; whoever built it with `from_raw` promised that the range may be used
-// from the engine's threads until the operation completes.
+// SAFETY: a buffer is an address and a length; the caller of `from_raw` promised that the range may be used from the
+// engine's threads until the operation completes.
 unsafe impl Send for Buffer {}
 // SAFETY: as for Send; shared references only hand out the address.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A range somebody else owns.
+    /// Returns a range with another owner.
     ///
     /// # Safety
     /// `address` must stay valid for `bytes` bytes, for writing if it is used as an output, and no one else may write
@@ -76,12 +76,12 @@ impl Buffer {
         self.bytes
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Where the bytes are.
+    /// Returns the memory that holds the bytes.
     pub fn place(&self) -> Place {
         self.place
     }
@@ -91,13 +91,13 @@ impl Buffer {
         self.address.as_ptr()
     }
 
-    /// A part of this buffer, cut to what there is, that keeps the same memory alive.
+    /// Returns a part of this buffer, cut to what there is, that keeps the same memory alive.
     #[must_use]
     pub fn slice(&self, offset: usize, bytes: usize) -> Self {
         Self { owner: self.owner.clone(), ..self.view(offset, bytes) }
     }
 
-    /// As [`Buffer::slice`], to be dropped before this buffer.
+    /// Like [`Buffer::slice`], to be dropped before this buffer.
     fn view(&self, offset: usize, bytes: usize) -> Self {
         let offset = offset.min(self.bytes);
         let address = self.address.as_ptr().wrapping_add(offset);
@@ -109,7 +109,7 @@ impl Buffer {
         }
     }
 
-    /// The bytes, for reading. Empty when they are not on the host.
+    /// Returns the bytes, for reading. Empty when they are not on the host.
     ///
     /// # Safety
     /// Nobody may write them while the slice lives.
@@ -121,7 +121,7 @@ impl Buffer {
         }
     }
 
-    /// The bytes, for writing. Empty when they are not on the host.
+    /// Returns the bytes, for writing. Empty when they are not on the host.
     ///
     /// # Safety
     /// Nobody else may read or write them while the slice lives.
@@ -165,14 +165,14 @@ impl Drop for Allocation {
         match &self.store {
             // SAFETY: allocated with this layout in `Memory::new` and freed only here.
             Store::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
-            // A forked child might wait for ever for the table; it has no use for it.
+            // A forked child might wait for ever for the table, and does not need it.
             Store::Region(region) if region.is_intact() => shared::forget(self.address),
             Store::Region(_) => {}
         }
     }
 }
 
-/// Of memory for tensors, as vector instructions like it; none of more bytes than there can be.
+/// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible sizes.
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), 64).ok()
 }
@@ -188,7 +188,7 @@ impl Memory {
         Self::try_new(bytes).unwrap_or_else(fail)
     }
 
-    /// As [`Memory::new`]; `None` where there is no such memory.
+    /// Like [`Memory::new`]; `None` where there is no such memory.
     pub fn try_new(bytes: usize) -> Option<Self> {
         let layout = layout(bytes)?;
         // SAFETY: the layout's size is not zero.
@@ -197,7 +197,7 @@ impl Memory {
         Some(Self(Arc::new(Allocation { address, bytes, store: Store::Heap(layout) })))
     }
 
-    /// Memory filled with one element again and again, the last one cut off where it must be.
+    /// Returns memory filled with one element again and again, the last one cut off where it must be.
     pub fn repeating(bytes: usize, element: &[u8]) -> Self {
         let memory = Self::new(bytes);
         if element.iter().any(|byte| *byte != 0) {
@@ -216,7 +216,7 @@ impl Memory {
         self.0.bytes
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }
@@ -226,12 +226,12 @@ impl Memory {
         self.0.address.as_ptr()
     }
 
-    /// Whether nobody in this process has another clone of it, or a buffer of its bytes.
+    /// Returns whether nobody in this process has another clone of it, or a buffer of its bytes.
     pub fn is_sole(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// A copy of the bytes; `None` while somebody else in this process may write them.
+    /// Returns a copy of the bytes; `None` while somebody else in this process may write them.
     pub fn to_vec(&self) -> Option<Vec<u8>> {
         if !self.is_sole() || self.region().is_some() {
             return None;
@@ -241,7 +241,7 @@ impl Memory {
         Some(unsafe { buffer.bytes() }.to_vec())
     }
 
-    /// The whole range as a buffer that keeps this memory alive.
+    /// Returns the whole range as a buffer that keeps this memory alive.
     pub fn buffer(&self) -> Buffer {
         Buffer { address: self.0.address, bytes: self.0.bytes, place: Place::Host, owner: Some(self.clone()) }
     }

@@ -3,8 +3,8 @@
 
 //! Copies that bypass the caches: lines of the target are written without being read first.
 //!
-//! That saves a third of a large copy's traffic, and what was in the caches stays there. It costs where the target is read
-//! so soon that it would still have been in a cache.
+//! That saves a third of a large copy's traffic, and leaves the content of the caches. It costs where the target is
+//! read so soon that it would still have been in a cache.
 
 /// Copies `from` to `to`, of the same length; of different ones, as far as both go.
 #[cfg(target_arch = "x86_64")]
@@ -30,8 +30,8 @@ pub fn copy_past_caches(from: &[u8], to: &mut [u8]) {
         }
     }
     to_last.copy_from_slice(last);
-    // What went past the caches comes before whatever this thread writes from here on.
-    // SAFETY: every x86-64 has this.
+    // Bytes that went past the caches are ordered before all later writes of this thread. SAFETY: every x86-64 has
+    // this.
     unsafe { _mm_sfence() }
 }
 

@@ -32,12 +32,12 @@ impl Memory {
         Some(memory)
     }
 
-    /// Whether others can work in it.
+    /// Returns whether others can work in it.
     pub fn is_shareable(&self) -> bool {
         self.region().is_some_and(Region::is_shareable)
     }
 
-    /// The memory of another process.
+    /// Returns the memory of another process.
     pub(crate) fn of_peer(card: &RegionCard) -> farandole_shm::Result<Option<Self>> {
         let region = Region::open(card)?;
         Ok(usize::try_from(card.bytes).ok().and_then(|bytes| Self::of(region, bytes)))
@@ -56,7 +56,7 @@ impl Memory {
     }
 }
 
-/// The shareable memory that all of a buffer lies in, and where in it.
+/// Returns the shareable memory that all of a buffer lies in, and where in it.
 pub(crate) fn home(buffer: &Buffer) -> Option<(Memory, usize)> {
     let address = buffer.address().addr();
     let allocation = table(|table| table.range(..=address).next_back()?.1.upgrade())?;

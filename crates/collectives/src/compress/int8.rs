@@ -13,8 +13,8 @@ const ROUNDER: f32 = 12_582_912.0;
 
 /// Codes from -127 to 127 in blocks; each block has a scale, the largest magnitude in it over 127.
 ///
-/// The payload is all scales, then all codes: 1 byte a number and 4 a block. The error of a number is at most half its
-/// block's scale. A block with what is no finite number comes out as NaN.
+/// The payload is all scales, then all codes: 1 byte a number and 4 a block. The error of a number is at most half
+/// its block's scale. A block with a number that is not finite becomes NaN.
 #[derive(Clone, Copy, Debug)]
 pub struct Int8 {
     block: usize,
@@ -74,7 +74,7 @@ impl Compressor for Int8 {
     }
 }
 
-/// A block's scale; NaN when it has what is no finite number.
+/// Returns a block's scale; NaN if a number in it is not finite.
 fn scale_of(values: &[f32]) -> f32 {
     let mut largest = [0_u32; 8];
     let (lanes, rest) = values.as_chunks::<8>();
@@ -96,7 +96,7 @@ fn scale_of(values: &[f32]) -> f32 {
     if scale.is_normal() { scale } else { 0.0 }
 }
 
-/// The whole number nearest to `value`, ties to even, as a code.
+/// Returns the whole number nearest to `value`, ties to even, as a code.
 fn code_of(value: f32) -> u8 {
     let rounded = value.clamp(-LARGEST, LARGEST) + ROUNDER;
     // The whole number is in the lowest bits of the mantissa, in two's complement.

@@ -28,10 +28,10 @@ use crate::{Error, Result};
 ///
 /// Payloads are in this machine's byte order: members of a world run on one kind of machine.
 pub trait Compressor: Send + Sync {
-    /// Bytes of the payload for `values` numbers.
+    /// Returns the bytes of the payload for `values` numbers.
     fn payload_bytes(&self, values: usize) -> usize;
 
-    /// Writes what is to be sent for `values`.
+    /// Writes the payload for `values`.
     ///
     /// # Errors
     /// [`Error::Shape`] when `payload` has not [`payload_bytes`](Self::payload_bytes) bytes.
@@ -43,10 +43,10 @@ pub trait Compressor: Send + Sync {
     /// [`Error::Shape`] when `payload` is not one for `into.len()` numbers; `into` is then partly written at most.
     fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()>;
 
-    /// Subtracts what `payload` says from `from`: what is left is what the payload has lost.
+    /// Subtracts the values of `payload` from `from`: the rest is the loss of the payload.
     ///
     /// # Errors
-    /// As [`accumulate`](Self::accumulate).
+    /// Like [`accumulate`](Self::accumulate).
     fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()>;
 }
 

@@ -12,19 +12,19 @@ const ENTRY: usize = 8;
 /// A share of the numbers: those of largest magnitude, with their indices; of equal ones those that come first.
 ///
 /// The payload is entries of index and value in the order of indices: 8 bytes for each number that is sent, one at
-/// least. What is no number counts as largest, so that it is noticed.
+/// least. NaN counts as largest, so that it is noticed.
 #[derive(Clone, Copy, Debug)]
 pub struct TopK {
     share: f64,
 }
 
 impl TopK {
-    /// Sends this share of the numbers; what is not from 0 to 1 counts as the nearer bound.
+    /// Sends this share of the numbers; shares below 0 or above 1 count as the nearer bound.
     pub fn new(share: f64) -> Self {
         Self { share: if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) } }
     }
 
-    /// How many of `values` numbers are sent.
+    /// Returns how many of `values` numbers are sent.
     pub fn count(&self, values: usize) -> usize {
         #[expect(clippy::cast_possible_truncation, reason = "a share of a length is no larger than it")]
         #[expect(

@@ -203,7 +203,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// The steps of a member; `tensors` holds numbers of elements.
+    /// Returns the steps of a member; `tensors` holds numbers of elements.
     fn steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<Step> {
         let full = 1 << size.checked_ilog2().unwrap_or(0);
         let folded = 2 * (size - full);

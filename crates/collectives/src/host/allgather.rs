@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allgather: everybody sends its parts of all tensors, end to end as one message, to everybody on its host and to one
-//! member of each other host, which hands them out there.
+//! Allgather: every member sends its parts of all tensors, end to end as one message, to all members on its host and
+//! to one member of each other host, which distributes them there.
 //!
 //! On one host 1 step, `(P - 1) * n` bytes sent by a member with `n` bytes. On `H` hosts 2 steps; `n` bytes cross to each
 //! other host once, whatever the number of its members, and its members take turns at handing out.
 //!
 //! **No deadlock.** On a link first come the sender's own parts, then, within a host, what it hands out, by sender.
-//! Whatever arrives can be stored at once, so no ring stays full; and what is handed out has arrived from another host,
-//! on a link on which it is all there is.
+//! All arriving bytes can be stored at once, so no ring stays full. Bytes that are distributed within the host have
+//! arrived from another host, on a link with no other traffic.
 
 use std::collections::VecDeque;
 
@@ -70,7 +70,7 @@ impl Allgather {
     }
 }
 
-/// The members whose parts go from one member to another.
+/// Returns the members whose parts go from one member to another.
 fn carried(hosts: &Hosts, from: usize, to: usize) -> impl Iterator<Item = usize> {
     let (ours, theirs) = (hosts.of(from), hosts.of(to));
     let own = ours == theirs || hosts.carrier(theirs, from) == to;

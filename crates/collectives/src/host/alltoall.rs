@@ -3,8 +3,8 @@
 
 //! Alltoall: one message to and from every member, directly between the tensors.
 //!
-//! 1 step; a member sends what it has for others, in pieces dealt out to all links in turn, beginning with its
-//! successor, so that no one's ring is everybody's first.
+//! 1 step; a member sends its values for others in pieces, to all links in turn. It begins with its successor, so
+//! that members do not all start with the same ring.
 //!
 //! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only fewer messages, and
 //! would copy everything twice for that.
@@ -32,7 +32,7 @@ struct Stream {
     theirs: Flat,
 }
 
-/// The block of a member where blocks lie end to end.
+/// Returns the block of a member where blocks lie end to end.
 fn block(buffer: &Buffer, bytes: &[usize], member: usize) -> Flat {
     Flat::new([buffer.slice(bytes[..member].iter().sum(), bytes[member])])
 }

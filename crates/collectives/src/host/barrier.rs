@@ -12,7 +12,7 @@ use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use crate::Result;
 
-/// Members up to which everybody tells everybody.
+/// Greatest number of members in which each sends to all others.
 const ALL_TO_ALL: usize = 8;
 
 pub(super) struct Barrier {

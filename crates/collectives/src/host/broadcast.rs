@@ -3,10 +3,10 @@
 
 //! Broadcast down a tree, in a pipeline of windows: a tree of hosts, each fed at one member, and one within each host.
 //!
-//! Among few the root feeds everybody: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message goes down
-//! a binomial tree, `log2 P` steps, and a large one down a chain in which everybody sends `N` bytes once, the root to its
-//! successor and so on, all at the same time. Between hosts a large message goes down a chain if there are more than
-//! two: the root's network would carry it several times otherwise.
+//! Among few members the root sends to all: 1 step, `(P - 1) * N` bytes sent by the root. Among more a small message
+//! goes down a binomial tree, `log2 P` steps, and a large one down a chain in which every member sends `N` bytes
+//! once, the root to its successor and so on, all at the same time. Between hosts a large message goes down a chain
+//! if there are more than two: the root's network would carry it several times otherwise.
 
 use super::hosts::Hosts;
 use super::message::Message;
@@ -14,7 +14,7 @@ use super::peers::{Job, Moved, Peers};
 use crate::Result;
 use crate::buffer::Flat;
 
-/// Members up to which the root feeds everybody.
+/// Greatest number of members in which the root sends to all.
 const FLAT: usize = 4;
 /// Hosts up to which the root's feeds all others.
 const FEW_HOSTS: usize = 2;
@@ -47,7 +47,7 @@ impl Broadcast {
         }
     }
 
-    /// Bytes that can go in one step through every window.
+    /// Returns the bytes that can go in one step through every window.
     fn ready(&self, peers: &mut Peers) -> Result<usize> {
         let mut ready = self.message.left().min(PIECE);
         if let Some(parent) = self.parent {
@@ -66,7 +66,7 @@ impl Broadcast {
 /// Towards the root, and away from it.
 type Place = (Option<usize>, Vec<usize>);
 
-/// The members that feed this one and that it feeds.
+/// Returns the members that feed this one and that it feeds.
 fn place(hosts: &Hosts, member: usize, root: usize, bytes: usize) -> Place {
     let host = hosts.of(member);
     let first = hosts.of(root);

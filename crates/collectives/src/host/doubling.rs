@@ -7,8 +7,8 @@
 //! sum over its `2^k` hosts with the host `2^k` away; of what exceeds a power of two, the first hosts are paired before
 //! and served after, which is the order of `Order::pairs`. Both of a pair join the same two partials in the same order.
 //!
-//! **No deadlock.** The steps of two ends of a link are the same sequence, whoever swaps reads while it writes, and the
-//! earliest unfinished step has both its ends in it.
+//! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads while it writes.
+//! Both ends are in the earliest unfinished step.
 
 pub(super) mod program;
 
@@ -78,7 +78,7 @@ impl Doubling {
         }
     }
 
-    /// Where the links of a step lead, and the bytes that go and come on each.
+    /// Returns the links of a step, and the bytes sent and received on each.
     fn traffic(&self, peers: &Peers, step: Step) -> (std::ops::Range<usize>, usize, usize) {
         let (values, partial) = (self.values.len(), self.partial.len());
         let one = |member| {
@@ -152,7 +152,7 @@ impl Doubling {
     }
 }
 
-/// The steps of this member.
+/// Returns the steps of this member.
 fn plan(hosts: &Hosts, member: usize) -> Vec<Step> {
     let (host, count) = (hosts.of(member), hosts.count());
     let first = |host: usize| hosts.members(host).start;

@@ -24,7 +24,7 @@ impl Exchange {
         }
     }
 
-    /// Moves what can move. True when anything has.
+    /// Moves all bytes that can move. True when anything has.
     pub(super) fn poll(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let Self { own, out, incoming } = self;
@@ -45,7 +45,7 @@ impl Exchange {
         self.incoming.iter().all(|(message, _)| message.is_finished())
     }
 
-    /// The messages of all members, with the own one, in member order.
+    /// Returns the messages of all members, with the own one, in member order.
     pub(super) fn said(&self, member: usize) -> impl Iterator<Item = &[u8]> {
         let theirs = |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);
         theirs(0..member).chain([&*self.own]).chain(theirs(member..self.incoming.len()))

@@ -11,7 +11,7 @@ use super::message::Message;
 use super::peers::{Job, Moved, Peers};
 use crate::{Crossover, Result};
 
-/// Counts incompatible changes of what goes over links.
+/// Counts incompatible changes of the protocol on links.
 const PROTOCOL: u32 = 4;
 const MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
@@ -51,7 +51,7 @@ struct Facts {
     algorithms: u32,
 }
 
-/// FNV-1a: tells apart what differs by accident.
+/// FNV-1a: detects accidental differences.
 fn digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
     bytes.into_iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
@@ -77,7 +77,7 @@ fn card(facts: Facts, rank: u32, capacity: u64) -> [u8; UNIT] {
     card
 }
 
-/// The capacity a card tells, if all else is as expected.
+/// Returns the capacity a card tells, if all else is as expected.
 fn read(card: &[u8; UNIT], facts: Facts, rank: u32) -> Result<u64, String> {
     let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
     for (k, (what, value)) in words(facts, rank).into_iter().enumerate() {
@@ -104,7 +104,7 @@ impl Job for Greeting {
             let arrived = message.take(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
             })?;
-            // Judged as soon as it is there: a rank that is not expected may never get one of its own.
+            // Checked as soon as it arrives: an unexpected rank may never get its own.
             if arrived && message.is_finished() {
                 let capacity = read(theirs, facts, link.peer.0)
                     .map_err(|reason| farandole_transport::Error::Frame { rank: link.peer, reason })?;

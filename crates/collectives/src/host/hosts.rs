@@ -10,14 +10,14 @@ use std::sync::Arc;
 /// changes no result but the order of sums, for all members alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
-    /// Where each host's members begin, and where the last ones end.
+    /// Start of each host's members, and the end of the last ones.
     starts: Arc<[usize]>,
     own: usize,
     largest: usize,
 }
 
 impl Hosts {
-    /// One host number for every member, in member order.
+    /// Returns one host number for every member, in member order.
     pub(super) fn new(numbers: &[u32], member: usize) -> Self {
         let starts: Arc<[usize]> = (0..numbers.len())
             .filter(|k| *k == 0 || numbers[*k] != numbers[k - 1])
@@ -32,7 +32,7 @@ impl Hosts {
         self.starts.len() - 1
     }
 
-    /// The host of this member.
+    /// Returns the host of this member.
     pub(super) fn own(&self) -> usize {
         self.own
     }
@@ -45,17 +45,17 @@ impl Hosts {
         self.starts.partition_point(|start| *start <= member).saturating_sub(1)
     }
 
-    /// Members on each host.
+    /// Returns the members on each host.
     pub(super) fn sizes(&self) -> Vec<usize> {
         (0..self.count()).map(|host| self.members(host).len()).collect()
     }
 
-    /// Members on the fullest host.
+    /// Returns the members on the fullest host.
     pub(super) fn largest(&self) -> usize {
         self.largest
     }
 
-    /// The member that stands for a host in the matter numbered `turn`: they take turns.
+    /// Returns the member that stands for a host in the matter numbered `turn`: they take turns.
     pub(super) fn carrier(&self, host: usize, turn: usize) -> usize {
         let members = self.members(host);
         members.start + turn % members.len().max(1)

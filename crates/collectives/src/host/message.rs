@@ -7,12 +7,12 @@ use farandole_transport::{ALIGNMENT, LinkReceiver, LinkSender};
 
 use crate::Result;
 
-/// Bytes a message takes on a link.
+/// Returns the bytes a message takes on a link.
 pub(super) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// How much of a message went through a window. It may take several: rings wrap and fill up.
+/// Progress of a message through a window. It may take several windows: rings wrap and fill up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Message {
     bytes: usize,
@@ -24,12 +24,12 @@ impl Message {
         Self { bytes, done: 0 }
     }
 
-    /// Bytes gone, padding included.
+    /// Returns the bytes gone, padding included.
     pub(super) fn done(&self) -> usize {
         self.done
     }
 
-    /// Bytes to go, padding included.
+    /// Returns the bytes to go, padding included.
     pub(super) fn left(&self) -> usize {
         padded(self.bytes) - self.done
     }
@@ -38,7 +38,7 @@ impl Message {
         self.left() == 0
     }
 
-    /// The number of the next `wire` bytes that are not padding.
+    /// Returns the number of the next `wire` bytes that are not padding.
     pub(super) fn payload(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }
@@ -58,7 +58,7 @@ impl Message {
         self.put_some(usize::MAX, sender, fill)
     }
 
-    /// As [`Message::put`], `most` bytes at most.
+    /// Like [`Message::put`], `most` bytes at most.
     pub(super) fn put_some(
         &mut self,
         most: usize,

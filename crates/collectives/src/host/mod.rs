@@ -70,9 +70,9 @@ enum Planned {
 }
 
 impl HostCommunicator {
-    /// A communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every member must make
-    /// its own at the same point of all links' streams; the first operation begins with a greeting that compares what
-    /// they made.
+    /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every
+    /// member must make its own at the same point of all links' streams; the first operation begins with a greeting
+    /// that compares what they made.
     ///
     /// # Errors
     /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.
@@ -80,7 +80,7 @@ impl HostCommunicator {
         Ok(Self::of(Peers::new(rank, links, None)?))
     }
 
-    /// As [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
+    /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member order, equal for those
     /// that share memory. They should follow each other.
     ///
     /// # Errors
@@ -131,7 +131,8 @@ impl HostCommunicator {
             any = moved.any || moved.done;
             running.done = moved.done;
             if !any {
-                // What a socket did not take at once goes on only when somebody asks; peers may wait for nothing else.
+                // Bytes that a socket did not take at once are sent only by a later call, and peers may wait only for
+                // these bytes.
                 self.peers.flush();
             }
         }
@@ -264,7 +265,7 @@ impl Communicator for HostCommunicator {
                 Ok(false) => break,
                 Err(error) => {
                     self.failure = Some(error.clone());
-                    // Others may be at work in the memory of what is running.
+                    // Other members may be using the memory of running operations.
                     self.running = None;
                     return Err(error);
                 }

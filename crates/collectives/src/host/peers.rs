@@ -26,7 +26,7 @@ pub(super) struct Peers {
     pub(super) hosts: Hosts,
     /// The shape of the group, for the choice of algorithms.
     pub(super) shape: Shape,
-    /// How sums are parenthesised; nothing on one host.
+    /// Parentheses of sums; nothing on one host.
     pub(super) orders: Option<Arc<Orders>>,
     /// The smallest ring in the communicator, equal on all members once they have greeted each other.
     pub(super) capacity: usize,
@@ -43,7 +43,7 @@ pub(super) struct Scratch {
     pub(super) result: Vec<u8>,
     /// For the next hierarchy.
     pub(super) store: Vec<Vec<u8>>,
-    /// Where hierarchies go; made by the first.
+    /// Routes of hierarchies; made by the first.
     pub(super) routes: Option<Arc<[Route]>>,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Moved {
 
 /// A state machine that runs one operation.
 pub(super) trait Job: Send {
-    /// Moves what can move.
+    /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
 }
 
@@ -106,17 +106,17 @@ impl Peers {
         self.links.len() + 1
     }
 
-    /// The member a link leads to.
+    /// Returns the member a link leads to.
     pub(super) fn member_of(&self, link: usize) -> usize {
         if link < self.member { link } else { link + 1 }
     }
 
-    /// The link that leads to a member; nonsense for this one.
+    /// Returns the link that leads to a member; nonsense for this one.
     pub(super) fn link_to(&self, member: usize) -> usize {
         if member < self.member { member } else { member.saturating_sub(1) }
     }
 
-    /// The links to the other members on this host.
+    /// Returns the links to the other members on this host.
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());
         members.start..members.end - 1
@@ -134,7 +134,8 @@ impl Peers {
     }
 }
 
-/// Bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside it.
+/// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless the link ended inside
+/// it.
 pub(super) fn whole_units(link: &mut Link) -> Result<usize> {
     let bytes = link.receiver.window()?.len();
     if bytes == 0 || bytes >= UNIT {

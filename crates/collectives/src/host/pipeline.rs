@@ -13,15 +13,16 @@
 //! post(t):   r's input of chunk t of part q          result(t): the reduced chunk t of part r
 //! ```
 //!
-//! **No deadlock.** Suppose nobody can move, and let `j` be the smallest number of a result that some member `r` has
-//! not written fully. Everybody wrote `result(i)` for all `i < j`, so it has reduced, and released, `post(i)`; and
-//! whatever result arrives can be stored at once. So what lies in a ring begins at the earliest with `post(j)`, and
-//! before `result(j)` it holds at most `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see
-//! [`chunk_for`]), so everybody could write everything before `result(j)`, and `result(j)` besides. Then the inputs of
-//! `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier and later operations
-//! change nothing: links are drained in order, a member begins an operation only after it has read and written all of
-//! the one before, and the argument holds for the earliest operation that somebody has not finished. Rings are whole
-//! numbers of units, messages too, so a window never ends inside a unit for longer than bytes take to arrive.
+//! **No deadlock.** Suppose no member can move, and let `j` be the smallest number of a result that some member `r`
+//! has not written fully. Everybody wrote `result(i)` for all `i < j`, so it has reduced, and released, `post(i)`;
+//! and whatever result arrives can be stored at once. So what lies in a ring begins at the earliest with `post(j)`,
+//! and before `result(j)` it holds at most `D + 1` posts and `D` results. A ring holds `2 * D + 2` chunks (see
+//! [`chunk_for`]), so every member could write everything before `result(j)`, and `result(j)`, too. Then the inputs
+//! of `result(j)` are in the windows of `r` and its outgoing windows have room: `r` can move. Earlier and later
+//! operations change nothing: links are drained in order, a member begins an operation only after it has read and
+//! written all of the one before, and the argument holds for the earliest operation that is not finished on all
+//! members. Rings are whole numbers of units, messages too, so a window never ends inside a unit for longer than
+//! bytes take to arrive.
 
 pub(super) mod program;
 
@@ -48,7 +49,7 @@ const BLOCK: usize = 16 << 10;
 /// they are read, and the lines of that memory need not be read first.
 const PAST_CACHES: usize = 32 << 20;
 
-/// Where in the sequence of messages one direction of a link is: even slots are posts, odd ones results.
+/// Position of one direction of a link in the sequence of messages: even slots are posts, odd ones results.
 #[derive(Clone, Copy, Debug, Default)]
 struct Position {
     slot: usize,
@@ -65,7 +66,7 @@ impl Position {
     }
 }
 
-/// How the elements are cut, the same on every member.
+/// The cut of the elements, which is the same on every member.
 #[derive(Clone, Debug)]
 pub(super) struct Cut {
     bytes: usize,
@@ -82,7 +83,7 @@ impl Cut {
         Self { bytes, members, chunk, steps: longest.div_ceil(chunk) }
     }
 
-    /// Where a member's part begins, in bytes.
+    /// Returns the start of a member's part, in bytes.
     fn start(&self, member: usize) -> usize {
         let units = self.bytes.div_ceil(UNIT);
         // Parts differ by one unit at most; the longer ones come first.
@@ -90,14 +91,15 @@ impl Cut {
         ((each * member + member.min(longer)) * UNIT).min(self.bytes)
     }
 
-    /// Where chunk `t` of a member's part begins, and its length.
+    /// Returns the start of chunk `t` of a member's part, and its length.
     fn chunk_of(&self, member: usize, t: usize) -> (usize, usize) {
         let (start, end) = (self.start(member), self.start(member + 1));
         let from = (start + t * self.chunk).min(end);
         (from, (end - from).min(self.chunk))
     }
 
-    /// The first position from `slot` on whose message is not empty: posts of chunks of `posted`'s part, results of
+    /// Returns the first position from `slot` on whose message is not empty: posts of chunks of `posted`'s part,
+    /// results of
     /// `reduced`'s. Past the last slot the message is finished.
     fn seek(&self, mut slot: usize, posted: usize, reduced: usize) -> Position {
         while slot < self.slots() {
@@ -122,7 +124,7 @@ impl Cut {
     }
 }
 
-/// Bytes of a chunk: a ring holds `2 * LOOKAHEAD + 2` of them.
+/// Returns the bytes of a chunk: a ring holds `2 * LOOKAHEAD + 2` of them.
 fn chunk_for(part: usize, capacity: usize) -> usize {
     let fits = capacity / (2 * LOOKAHEAD + 2) / UNIT * UNIT;
     let overlapping = (part / OVERLAP).next_multiple_of(UNIT);
@@ -188,7 +190,7 @@ impl Pipeline {
         Ok(any)
     }
 
-    /// Reduces what has arrived from everybody, into everybody's window.
+    /// Reduces the values that have arrived from all members into all members' windows.
     fn reduce(&mut self, links: &mut [Link]) -> Result<bool> {
         let Some(first) = self.streams.first() else { return Ok(false) };
         let Some(t) = first.writing.result().filter(|t| *t < self.cut.steps) else { return Ok(false) };
@@ -249,7 +251,7 @@ impl Pipeline {
     pub(super) fn post_all(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut any = false;
         let links = &mut peers.links;
-        // Everybody begins with its successor, so that no one's ring is everybody's first.
+        // Every member begins with its successor, so that members do not all start with the same ring.
         for k in 0..links.len() {
             let index = (self.member + k) % links.len();
             any |= self.post(index, &mut links[index])?;

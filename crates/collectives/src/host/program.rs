@@ -57,22 +57,22 @@ pub struct Program {
 }
 
 impl Program {
-    /// The steps; each comes after steps before it only.
+    /// Returns the steps; each comes after steps before it only.
     pub fn actions(&self) -> impl ExactSizeIterator<Item = Action> + '_ {
         self.steps.iter().map(|step| step.action)
     }
 
-    /// Number of steps.
+    /// Returns the number of steps.
     pub fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether there is nothing to do.
+    /// Returns whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// The steps that a step comes after.
+    /// Returns the steps that a step comes after.
     pub fn after(&self, step: usize) -> &[u32] {
         let Some(step) = self.steps.get(step) else { return &[] };
         let first = step.first as usize;
@@ -137,12 +137,12 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// One message with these bytes.
+    /// Returns one message with these bytes.
     pub(super) fn one(bytes: usize, copied: bool) -> Self {
         Self { bytes: padded(bytes), messages: u32::from(bytes > 0), copied }
     }
 
-    /// The messages with these bytes, empty ones left out.
+    /// Returns the messages with these bytes, empty ones left out.
     pub(super) fn all(bytes: impl Iterator<Item = usize>, copied: bool) -> Self {
         let add = |sum: Self, bytes: usize| Self {
             bytes: sum.bytes + padded(bytes),
@@ -185,8 +185,9 @@ enum Way {
 }
 
 impl Plan {
-    /// An allreduce of `bytes` among members with these host numbers, over rings of `capacity` bytes. `width` is how many
-    /// times the bytes of an element a partial sum takes: 1 for `float32`. `None` where the rings are too small.
+    /// Returns an allreduce of `bytes` among members with these host numbers, over rings of `capacity` bytes. `width`
+    /// is how many times the bytes of an element a partial sum takes: 1 for `float32`. `None` where the rings are too
+    /// small.
     pub fn new(
         hosts: &[u32],
         bytes: usize,
@@ -207,7 +208,7 @@ impl Plan {
         Some(Self { hosts, bytes, width, way })
     }
 
-    /// The algorithm; `None` for one member.
+    /// Returns the algorithm; `None` for one member.
     pub fn algorithm(&self) -> Option<Algorithm> {
         match self.way {
             Way::Alone => None,
@@ -218,7 +219,7 @@ impl Plan {
         }
     }
 
-    /// Number of members.
+    /// Returns the number of members.
     pub fn members(&self) -> usize {
         self.hosts.sizes().iter().sum()
     }
@@ -241,7 +242,7 @@ impl Plan {
         }
     }
 
-    /// The steps of a member.
+    /// Returns the steps of a member.
     pub fn program(&self, member: usize) -> Program {
         match &self.way {
             Way::Alone => Program::default(),
@@ -252,7 +253,7 @@ impl Plan {
         }
     }
 
-    /// Whether all hosts do the same, so that one of them stands for all: see [`Plan::folded`].
+    /// Returns whether all hosts do the same, so that one of them stands for all: see [`Plan::folded`].
     pub fn folds(&self) -> bool {
         let sizes = self.hosts.sizes();
         let equal = sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]);
@@ -263,13 +264,13 @@ impl Plan {
         }
     }
 
-    /// Members of the one host that stands for all.
+    /// Returns the members of the one host that stands for all.
     pub fn folded_members(&self) -> usize {
         self.hosts.largest()
     }
 
-    /// The steps of a member of the first host, in which what goes to other hosts goes to the member itself, as one
-    /// transfer for each chunk: its counterparts on other hosts send at the same time what it sends.
+    /// Returns the steps of a member of the first host, in which transfers to other hosts go to the member itself, as
+    /// one transfer for each chunk: its counterparts on other hosts send the same bytes at the same time.
     pub fn folded(&self, member: usize) -> Program {
         match &self.way {
             Way::Pipeline(cut) => pipeline::folded(cut),

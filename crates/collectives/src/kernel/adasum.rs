@@ -33,7 +33,7 @@ impl Measures {
     /// Bytes on a link.
     pub(crate) const BYTES: usize = 24;
 
-    /// The products of two equally long vectors.
+    /// Returns the products of two equally long vectors.
     pub(crate) fn of(carrier: Carrier, first: &[u8], second: &[u8]) -> Self {
         match carrier {
             Carrier::Single => measure::<f32>(first, second),
@@ -64,7 +64,7 @@ impl Measures {
         }
     }
 
-    /// The factors of the two vectors.
+    /// Returns the factors of the two vectors.
     fn factors(self) -> (f64, f64) {
         let factor = |length: f64| if length < NOTHING { 1.0 } else { 1.0 - self.dot / (2.0 * length) };
         (factor(self.first), factor(self.second))

@@ -20,7 +20,7 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    /// How many times an element's bytes an accumulator takes.
+    /// Returns the ratio of an accumulator's bytes to those of an element.
     pub(super) fn expansion(&self) -> usize {
         match self {
             Self::Direct { .. } => 1,
@@ -102,8 +102,8 @@ fn staged<F: Format, J: Join<F::Acc>>(path: Path, factors: Factors) -> Kernel {
     Kernel::Staged(Box::new(Stages::new::<F, J>(path, factors)))
 }
 
-/// The kernel of a reduction without rounding between hosts, or nothing where it is not defined. Only kernels in stages join in other orders than a
-/// line.
+/// Returns the kernel of a reduction without rounding between hosts, or nothing where it is not defined. Only kernels
+/// in stages join in other orders than a line.
 pub(super) fn choose(reduction: &Reduction, path: Path, in_line: bool) -> Option<Kernel> {
     let kind = Kind { plain: in_line && reduction.prescale == 1.0 && reduction.postscale == 1.0, path };
     match reduction.dtype {

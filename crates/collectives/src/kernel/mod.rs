@@ -10,8 +10,8 @@
 //!
 //! - `float32`, `float64`: IEEE arithmetic in the type; an Average divides by the number of members, then scales.
 //! - `float16`, `bfloat16`: as `float32` from the first input to the last scaling, rounded once, to nearest even.
-//! - `float8_e4m3fn`, `float8_e5m2`: the same; of what is too large, infinities too, the first makes its largest number,
-//!   448, and the second an infinity, as torch does.
+//! - `float8_e4m3fn`, `float8_e5m2`: the same. For values that are too large, also infinities, the first has its
+//!   largest number, 448, and the second an infinity, as in torch.
 //! - integers: Sum and Product wrap. An Average sums in 64 bits (128 for the 64-bit types), so it never overflows, and
 //!   truncates toward zero. A scale factor other than 1 goes through `float64`, truncates toward zero and saturates;
 //!   the factor 1 is exact.
@@ -43,7 +43,7 @@ pub(crate) use adasum::{Carrier, Measures};
 pub use neutral::{fill_neutral, neutral};
 pub use order::Order;
 
-/// Which instructions a kernel may use.
+/// The instruction sets of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Path {
     /// The instructions of every processor of the architecture.
@@ -58,7 +58,7 @@ impl Path {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Baseline, Self::Avx2, Self::Avx512];
 
-    /// Whether this processor can run it.
+    /// Returns whether this processor can run it.
     pub fn is_available(self) -> bool {
         match self {
             Self::Baseline => true,
@@ -77,7 +77,7 @@ impl Path {
         }
     }
 
-    /// The widest one this processor can run.
+    /// Returns the widest one this processor can run.
     pub fn best() -> Self {
         static BEST: OnceLock<Path> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -91,7 +91,7 @@ impl Path {
 pub struct Reduction {
     /// Element type.
     pub dtype: DataType,
-    /// How elements combine.
+    /// The operation that combines elements.
     pub op: ReduceOp,
     /// Number of inputs.
     pub members: usize,
@@ -112,7 +112,7 @@ enum Form {
     Rounded,
 }
 
-/// The parentheses of a sum over members who live on hosts.
+/// The parentheses of a sum over the members of several hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orders {
     /// Over all members.
@@ -136,7 +136,7 @@ pub struct Reducer {
     kernel: dispatch::Kernel,
     /// Nothing for a line.
     orders: Option<Arc<Orders>>,
-    /// Where partials of hosts are rounded.
+    /// The order of partial sums that are rounded between hosts.
     rounding: Option<Arc<Orders>>,
 }
 
@@ -155,7 +155,7 @@ impl Reducer {
     /// Chooses the kernel of `path`.
     ///
     /// # Errors
-    /// As [`Reducer::new`], and `Shape` when this processor cannot run the path.
+    /// Like [`Reducer::new`], and `Shape` when this processor cannot run the path.
     pub fn on(reduction: Reduction, path: Path) -> Result<Self> {
         Self::ordered(reduction, path, None)
     }
@@ -163,7 +163,7 @@ impl Reducer {
     /// Chooses the kernel of `path` for these parentheses, or those of a line.
     ///
     /// # Errors
-    /// As [`Reducer::on`].
+    /// Like [`Reducer::on`].
     pub fn ordered(reduction: Reduction, path: Path, orders: Option<Arc<Orders>>) -> Result<Self> {
         let halves = matches!(reduction.dtype, DataType::F16 | DataType::Bf16);
         let rounding =
@@ -186,7 +186,7 @@ impl Reducer {
         Ok(Self { reduction, kernel, orders, rounding })
     }
 
-    /// The parameters it was made for.
+    /// Returns the parameters it was made for.
     pub fn reduction(&self) -> &Reduction {
         &self.reduction
     }
@@ -208,7 +208,7 @@ impl Reducer {
         );
     }
 
-    /// As [`run`](Self::run), by way of the hosts' partials.
+    /// Like [`run`](Self::run), by way of the hosts' partials.
     fn run_by_hosts(&self, sizes: &[usize], inputs: &[&[u8]], out: &mut [u8]) {
         let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
         let mut partials = vec![[0; BLOCK]; sizes.len()];
@@ -226,7 +226,7 @@ impl Reducer {
         }
     }
 
-    /// As [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
+    /// Like [`run`](Self::run), into all inputs, which are as long as each other: in one pass where that can be, else by
     /// way of `block`, as many bytes at a time as it has; it has some.
     pub fn run_in_place(&self, all: &mut [&mut [u8]], block: &mut [u8]) {
         // SAFETY: `ordered` made sure that this processor has the instructions the kernel was compiled for.
@@ -245,12 +245,12 @@ impl Reducer {
         }
     }
 
-    /// The form of partials of hosts.
+    /// Returns the form of partials of hosts.
     fn partial(&self) -> Form {
         if self.rounding.is_some() { Form::Rounded } else { Form::Partial }
     }
 
-    /// How many times the bytes of elements their partials take.
+    /// Returns the ratio of the bytes of partials to those of elements.
     pub fn expansion(&self) -> usize {
         if self.rounding.is_some() { 1 } else { self.width() }
     }
@@ -260,12 +260,12 @@ impl Reducer {
         self.join(Form::Element, self.partial(), None, inputs, partial);
     }
 
-    /// How many times the bytes of elements their accumulators take.
+    /// Returns the ratio of the bytes of accumulators to those of elements.
     pub fn width(&self) -> usize {
         self.kernel.expansion()
     }
 
-    /// As [`begin`](Self::begin), into accumulators, which [`merge`](Self::merge) joins.
+    /// Like [`begin`](Self::begin), into accumulators, which [`merge`](Self::merge) joins.
     pub fn accumulate(&self, inputs: &[&[u8]], accumulators: &mut [u8]) {
         if self.rounding.is_none() {
             return self.join(Form::Element, Form::Partial, None, inputs, accumulators);
@@ -300,7 +300,7 @@ impl Reducer {
 /// Reduces one block per member into `out`.
 ///
 /// # Errors
-/// As [`Reducer::new`], and `Shape` when lengths differ or are no whole number of elements.
+/// Like [`Reducer::new`], and `Shape` when lengths differ or are no whole number of elements.
 pub fn reduce(
     dtype: DataType,
     op: ReduceOp,

@@ -21,7 +21,7 @@ pub(super) trait Native: Copy + Default + 'static {
     fn product(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// The finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
+    /// Returns the finished result times a factor. Only floats multiply: an integer kernel's factor is always 1.
     fn finish(self, factor: Self) -> Self;
     fn factor(value: f64) -> Self;
 }
@@ -138,14 +138,14 @@ fn single(value: f64) -> f32 {
     value as f32
 }
 
-/// How two values become one.
+/// Combines two values into one.
 pub(super) trait Join<T>: 'static {
     /// Whether the finished value is multiplied by a factor: an Average over a power of two is a scaled Sum.
     const SCALES: bool = false;
 
     fn join(a: T, b: T) -> T;
 
-    /// The result when there is only one input.
+    /// Returns the result when there is only one input.
     #[inline(always)]
     fn lone(value: T) -> T {
         value
@@ -184,7 +184,7 @@ impl Join<u8> for Or {
     }
 }
 
-/// As [`Or`].
+/// Like [`Or`].
 pub(super) struct And;
 
 impl Join<u8> for And {
@@ -251,7 +251,7 @@ impl<T: Native, J: Join<T>> Direct<T, J> {
         }
     }
 
-    /// As [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
+    /// Like [`run`](Self::run), into all inputs at once. False, and nothing done, for more of them than a processor fetches
     /// ahead as well as it does two or four.
     #[inline(always)]
     pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {

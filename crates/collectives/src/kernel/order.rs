@@ -23,7 +23,7 @@ impl Order {
         Self::groups(&vec![1; inputs])
     }
 
-    /// The order of sums among members of hosts: a line within each host, pairs of hosts.
+    /// Returns the order of sums among members of hosts: a line within each host, pairs of hosts.
     pub fn groups(sizes: &[usize]) -> Self {
         let mut merges = Vec::with_capacity(sizes.iter().sum());
         for (host, size) in sizes.iter().enumerate() {
@@ -52,7 +52,7 @@ impl Order {
         self.merges.len()
     }
 
-    /// Whether it is what [`Order::line`] makes.
+    /// Returns whether it is what [`Order::line`] makes.
     pub fn is_line(&self) -> bool {
         self.merges.iter().enumerate().all(|(k, merges)| *merges == usize::from(k > 0))
     }

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use super::native::{Join, Native};
 use super::{Form, Order, Path};
 
-/// How elements are read into and written from accumulators.
+/// Reads elements into accumulators, and writes them from accumulators.
 pub(super) trait Format: 'static {
     /// Bytes of one element.
     const SIZE: usize;
@@ -306,7 +306,7 @@ impl<A: Native> Stages<A> {
 
 /// A reduction in stages, whatever it accumulates in.
 pub(super) trait Staged: Send + Sync {
-    /// How many times an element's bytes an accumulator takes.
+    /// Returns the ratio of an accumulator's bytes to those of an element.
     fn expansion(&self) -> usize;
 
     /// Joins `inputs` in `order`, or one after the other, into `out`.
@@ -363,7 +363,7 @@ impl<A: Native + Send + Sync> Stages<A> {
         }
     }
 
-    /// As [`Staged::run`] in an order that is no line: a stack of blocks.
+    /// Like [`Staged::run`] in an order that is no line: a stack of blocks.
     ///
     /// # Safety
     /// That of [`Staged::run`].

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The stream of a communicator, and memory for results whose size nobody knew before: taken on that stream, given back
-//! on the one that has fetched the result. The driver keeps the order, the host waits for nothing.
+//! The stream of a communicator, and memory for results whose size was unknown before: allocated on that stream,
+//! freed on the stream that has fetched the result. The driver keeps the order, the host waits for nothing.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::sync::Arc;

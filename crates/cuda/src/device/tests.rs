@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies, events and streams over a driver whose device is host memory: work is queued, and done when somebody has
-//! asked for it some number of times.
+//! Copies, events and streams over a driver whose device is host memory: work is queued, and done after a number of
+//! queries.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -40,7 +40,7 @@ struct Fake {
     polls: usize,
     /// Memory of the device that was taken; it stays to the end of the test, whose copies are late.
     taken: Vec<Memory>,
-    /// How often some was given back.
+    /// Number of times that memory was given back.
     given: usize,
     /// Bytes that the pool keeps.
     kept: u64,
@@ -63,7 +63,7 @@ fn did(call: &'static str) -> i32 {
     })
 }
 
-/// As `did`, for what needs a context.
+/// Like `did`, for what needs a context.
 fn within(call: &'static str) -> i32 {
     assert!(fake(|fake| fake.depth) > 0, "{call} without a context");
     assert_eq!(fake(|fake| fake.mode), 2, "{call} ends captures of others");
@@ -517,7 +517,7 @@ fn a_stream_is_told_once_to_wait_for_what_many_tensors_share() {
 }
 
 #[test]
-fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_nobody_waiting() {
+fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_blocks_no_thread() {
     let gpu = Gpu::new(driver(), 0);
     let staging = gpu.staging(8).unwrap();
     let target = filled(&[0; 8]);
@@ -607,7 +607,7 @@ fn a_result_of_unknown_size_is_fetched_behind_its_event_and_its_memory_given_bac
 }
 
 #[test]
-fn a_result_that_nobody_fetches_goes_back_behind_what_writes_it() {
+fn an_unfetched_result_is_freed_after_the_work_that_writes_it() {
     let (_gpu, room) = room_of(&[1, 2, 3]);
     // Two streams are the GPU's own. The lane is gone, and its stream not yet.
     drop(room);

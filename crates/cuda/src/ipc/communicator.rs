@@ -72,14 +72,14 @@ pub(crate) struct IpcCommunicator<S: Site> {
     /// Pieces that were ever told to go into the window, and to be reduced from all windows.
     filled: u64,
     reduced: u64,
-    /// When the last of those are done.
+    /// Events of the last of those.
     fills: VecDeque<Arc<dyn Event>>,
     takes: VecDeque<Arc<dyn Event>>,
     /// Operations whose work is on the stream.
     running: VecDeque<(Token, Arc<dyn Event>, Vec<Segment>)>,
     /// Put on the stream, and not told yet.
     launched: Vec<(Token, Arc<dyn Event>)>,
-    /// Why nothing is carried, not told yet.
+    /// The reason why nothing is carried, until it is reported.
     remark: Option<String>,
     failure: Option<CollectiveError>,
     /// Others may have opened this member's window.
@@ -88,7 +88,7 @@ pub(crate) struct IpcCommunicator<S: Site> {
     quiet: bool,
 }
 
-/// How an operation is reduced, if a kernel does it; the same on all members.
+/// Returns the reduction of an operation, if a kernel does it; the same on all members.
 fn how(operation: &Operation) -> Option<How> {
     let Operation::Allreduce { dtype, op, prescale, postscale, .. } = *operation else { return None };
     // Nothing goes from host to host here.
@@ -152,8 +152,8 @@ impl<S: Site> IpcCommunicator<S> {
         self.launched.clear();
     }
 
-    /// Waits for what was put on the stream; it waits for no peer, but for work of the framework. False when it took too
-    /// long.
+    /// Waits for the work of the stream. This waits for no peer, only for work of the framework. False when it took
+    /// too long.
     fn quieten(&self) -> bool {
         let Ok(last) = self.site.mark() else { return false };
         wait_for(|| last.is_ready().unwrap_or(true))
@@ -231,7 +231,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(())
     }
 
-    /// The member that the operation in progress waits for.
+    /// Returns the member that the operation in progress waits for.
     fn lacking(&self) -> Option<usize> {
         let current = self.current.as_ref()?;
         let mut others = (0..self.mailbox.size()).filter(|member| *member != self.mailbox.member());
@@ -241,12 +241,12 @@ impl<S: Site> IpcCommunicator<S> {
         })
     }
 
-    /// Whether a member has read what is in the slot of the next piece.
+    /// Returns whether a member has read the slot of the next piece.
     fn has_taken(&self, member: usize) -> bool {
         self.mailbox.taken(member).saturating_add(SLOTS) > self.filled
     }
 
-    /// Tells the others what is done.
+    /// Publishes the progress to the others.
     fn look(&mut self, completed: &mut Vec<Token>) -> Result<bool> {
         let (fills, takes) = (first_ready(&self.fills), first_ready(&self.takes));
         let running = self.running.iter().map(|(_, event, _)| event);
@@ -266,7 +266,7 @@ impl<S: Site> IpcCommunicator<S> {
         Ok(fills + takes + over > 0)
     }
 
-    /// Puts on the stream what can be.
+    /// Puts all possible work on the stream.
     fn start(&mut self) -> Result<bool> {
         let mut moved = false;
         while self.begin()? {
@@ -340,7 +340,7 @@ impl<S: Site> IpcCommunicator<S> {
     }
 }
 
-/// How many of the first events are ready.
+/// Returns the number of leading events that are ready.
 fn ready<'a>(events: impl Iterator<Item = &'a Arc<dyn Event>>) -> Result<usize> {
     let mut count = 0;
     for event in events {
@@ -447,9 +447,9 @@ impl<S: Site> Drop for IpcCommunicator<S> {
     fn drop(&mut self) {
         let orderly = self.failure.is_none() && self.pending() == 0;
         self.end();
-        // Others may still read this window; in good order they end at the same time. After a failure nobody is waited for:
-        // its operations are told first. Memory that a member may still read is kept: whoever gave it back would take it
-        // from under a kernel.
+        // Others may still read this window; in good order they end at the same time. After a failure no member is
+        // waited for: its operations complete with the error first. Memory that a member may still read is kept,
+        // because a kernel may be using it.
         let alone = || self.mailbox.is_alone();
         let unread = !self.offered || alone() || (orderly && wait_for(alone));
         if !(self.quiet && unread) {

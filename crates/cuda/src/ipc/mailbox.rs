@@ -10,7 +10,7 @@ use farandole_shm::Region;
 
 use crate::Offer;
 
-/// How far a member has come.
+/// Progress of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Phase {
@@ -18,7 +18,7 @@ pub(crate) enum Phase {
     Absent = 0,
     /// It has a window, which is offered.
     Offered = 1,
-    /// It has opened everybody's.
+    /// It has opened the memory of all members.
     Opened = 2,
     /// It cannot take part. It says so for good.
     Refused = 3,
@@ -35,14 +35,14 @@ pub(crate) enum Outcome {
     AllOffered,
     /// All are open: operations may begin.
     Formed,
-    /// This member cannot take part, so nobody does.
+    /// This member cannot take part, so no member does.
     Refused(usize),
     /// This member has ended, so nothing comes any more.
     Ended(usize),
 }
 
-/// The outcome, the same for everybody who finds one: who refused never takes it back, and who opened everything refuses
-/// nothing.
+/// Returns the outcome, which is the same for all members that find one: a refusal is never taken back, and a member
+/// that has opened everything refuses nothing.
 pub(crate) fn outcome(phases: &[Phase]) -> Outcome {
     let first = |wanted: Phase| phases.iter().position(|phase| *phase == wanted);
     if let Some(member) = first(Phase::Refused) {
@@ -66,10 +66,10 @@ struct Slot {
     closed: AtomicU32,
     /// Pieces that are in its window, of all that ever were.
     filled: AtomicU64,
-    /// Pieces that it has read from everybody's.
+    /// Pieces that it has read from all members' windows.
     taken: AtomicU64,
     offer: [AtomicU64; 8],
-    /// Why it refused.
+    /// The reason for the refusal.
     reason: [AtomicU64; REASON],
 }
 
@@ -81,12 +81,12 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Bytes for so many members.
+    /// Returns the bytes for so many members.
     pub(crate) fn bytes(size: usize) -> usize {
         size * size_of::<Slot>()
     }
 
-    /// The mailbox of so many members in this region, if it is large enough.
+    /// Returns the mailbox of so many members in this region, if it is large enough.
     pub(crate) fn over(region: Region, (member, size): (usize, usize)) -> Option<Self> {
         let room = usize::try_from(region.card().bytes).unwrap_or_default();
         (member < size && room >= Self::bytes(size)).then_some(Self { region, member, size })
@@ -138,7 +138,7 @@ impl Mailbox {
         self.enter(Phase::Offered);
     }
 
-    /// A member's window, once it has offered it.
+    /// Returns a member's window, once it has offered it.
     pub(crate) fn offered(&self, member: usize) -> Offer {
         let mut offer = Offer([0; 64]);
         for (word, bytes) in self.slot(member).offer.iter().zip(offer.0.as_chunks_mut::<8>().0) {
@@ -163,14 +163,14 @@ impl Mailbox {
         self.enter(Phase::Refused);
     }
 
-    /// Why a member refused.
+    /// Returns the reason why a member refused.
     pub(crate) fn reason(&self, member: usize) -> String {
         let words = self.slot(member).reason.iter();
         let bytes: Vec<u8> = words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
     }
 
-    /// This member does nothing any more. Who refused goes on saying so: others may not have seen it.
+    /// This member does nothing any more. A refusal stays visible, because others may not have seen it.
     pub(crate) fn end(&self) {
         if self.phase(self.member) != Phase::Refused {
             self.enter(Phase::Ended);
@@ -182,7 +182,7 @@ impl Mailbox {
         self.own().closed.store(1, Ordering::Release);
     }
 
-    /// Whether nobody but this member can read its window.
+    /// Returns whether only this member can read its window.
     pub(crate) fn is_alone(&self) -> bool {
         let mut others = (0..self.size).filter(|member| *member != self.member);
         others.all(|member| self.slot(member).closed.load(Ordering::Acquire) != 0)

@@ -3,9 +3,9 @@
 
 //! Allreduce among processes that share one GPU, by CUDA IPC.
 //!
-//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every member
-//! reduces a piece straight from everybody's windows into its output. What they tell each other is in a [`Mailbox`], a
-//! page or so of shared memory of the host.
+//! Each member has a window: memory of its own that the others map. A tensor goes there piece by piece, and every
+//! member reduces a piece straight from all members' windows into its output. What they tell each other is in a
+//! [`Mailbox`], a page or so of shared memory of the host.
 //!
 //! ```text
 //!   tensor --copy--> own window (2 pieces) ..all have filled piece k..> reduce windows --> output
@@ -36,7 +36,7 @@ pub(crate) use site::GpuSite;
 /// Bytes of a written [`RegionCard`].
 pub(crate) const WRITTEN: usize = 32;
 
-/// A region's card, for others.
+/// Returns a region's card, for others.
 pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
     let [first, second] = card.nonce;
     let numbers = [card.bytes, first, second];
@@ -44,7 +44,7 @@ pub(crate) fn write(card: &RegionCard) -> Vec<u8> {
     card.pid.to_le_bytes().into_iter().chain(card.descriptor.to_le_bytes()).chain(bytes).collect()
 }
 
-/// The inverse of [`write`]; more bytes may follow.
+/// Returns the inverse of [`write`]; more bytes may follow.
 pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
     let (pid, rest) = bytes.split_first_chunk::<4>()?;
     let (descriptor, rest) = rest.split_first_chunk::<4>()?;
@@ -59,7 +59,7 @@ pub(crate) fn read(bytes: &[u8]) -> Option<RegionCard> {
     })
 }
 
-/// Equal for processes that find each other's regions; 0 where nobody finds this one's.
+/// Equal for processes that find each other's regions; 0 if no other process finds this one's.
 pub(crate) fn neighbourhood() -> u64 {
     use std::os::unix::fs::MetadataExt as _;
     let mut digest = Sha256::new();

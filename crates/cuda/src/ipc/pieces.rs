@@ -9,11 +9,11 @@ const ALIGNMENT: usize = 16;
 /// A part of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Which segment.
+    /// Number of the segment.
     pub(crate) segment: usize,
-    /// Where in it.
+    /// Offset in it.
     pub(crate) at: usize,
-    /// Where in the piece.
+    /// Offset in the piece.
     pub(crate) start: usize,
     pub(crate) bytes: usize,
 }
@@ -24,8 +24,8 @@ impl Span {
     }
 }
 
-/// The pieces for segments of so many bytes: each has parts that fill at most `room` bytes, a multiple of 16 and not 0.
-/// They follow from the lengths alone, which are the same on all members. No element is cut.
+/// Returns the pieces for segments of so many bytes: each has parts that fill at most `room` bytes, a multiple of 16
+/// and not 0. They follow from the lengths alone, which are the same on all members. No element is cut.
 pub(crate) fn pieces(lengths: &[usize], room: usize) -> Vec<Vec<Span>> {
     let (mut pieces, mut piece, mut start) = (Vec::new(), Vec::new(), 0);
     for (segment, length) in lengths.iter().enumerate() {

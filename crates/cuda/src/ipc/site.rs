@@ -21,7 +21,7 @@ pub(crate) const SLOTS: u64 = 2;
 /// Bytes of a piece: with a third for results on the way to many tensors, a member takes 48 MiB of its GPU.
 const PIECE: usize = 16 << 20;
 
-/// How a piece is reduced.
+/// The reduction of a piece.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct How {
     pub(crate) dtype: DataType,
@@ -32,13 +32,13 @@ pub(crate) struct How {
 
 /// A member's side of a communicator. Work is put on one stream, in order.
 pub(crate) trait Site: Send {
-    /// The device's number.
+    /// Returns the device's number.
     fn ordinal(&self) -> u32;
 
-    /// Bytes of a piece.
+    /// Returns the bytes of a piece.
     fn room_of_a_piece(&self) -> usize;
 
-    /// The handle of this member's window for others, once it exists; or the reason why there is none.
+    /// Returns the handle of this member's window for others, once it exists; or the reason why there is none.
     fn offer(&mut self) -> Option<Result<Offer, String>>;
 
     /// Opens all windows but that of `member`, which is this one.
@@ -47,10 +47,10 @@ pub(crate) trait Site: Send {
     /// Work from now on comes after these.
     fn hold(&self, events: &[Arc<dyn Event>]) -> Result<()>;
 
-    /// A point after the work so far.
+    /// Returns a point after the work so far.
     fn mark(&self) -> Result<Arc<dyn Event>>;
 
-    /// Memory for results.
+    /// Returns memory for results.
     fn room(&self, bytes: usize) -> Result<Arc<dyn Room>>;
 
     /// Copies a piece of the segments' inputs into a slot of the own window.
@@ -59,10 +59,10 @@ pub(crate) trait Site: Send {
     /// Reduces that slot of all windows into that piece of the outputs.
     fn reduce(&self, slot: u64, piece: &[Span], segments: &[Segment], how: How) -> Result<()>;
 
-    /// Closes what was opened: no work in progress reads it.
+    /// Closes opened memory: no work in progress reads it.
     fn close(&mut self);
 
-    /// Keeps everything until the process ends: somebody may still use it.
+    /// Keeps everything until the process ends, because it may still be in use.
     fn leave(&mut self);
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct GpuSite {
     lane: GpuLane,
     stage: Stage,
     views: Vec<View>,
-    /// Where all members' windows begin.
+    /// Start of each member's window.
     starts: Vec<u64>,
 }
 
@@ -124,12 +124,12 @@ impl GpuSite {
     }
 }
 
-/// Where a buffer is on its device.
+/// Returns a buffer's address on its device.
 fn address(buffer: &Buffer) -> u64 {
     buffer.address().expose_provenance() as u64
 }
 
-/// The type whose elements are moved as they are in the place of others of their size.
+/// Returns the type whose elements are moved as they are in the place of others of their size.
 fn plain(dtype: DataType) -> DataType {
     match dtype.size() {
         1 => DataType::U8,
@@ -215,7 +215,7 @@ impl Site for GpuSite {
             return Ok(self.lane.copy(from(span), base, span.bytes)?);
         }
         let (plain, parts) = (plain(dtype), parts(piece, dtype, from));
-        // SAFETY: the segments' owners keep them until the operation is over; the slot is nobody's now, which members have
+        // SAFETY: the segments' owners keep them until the operation is over; the slot is free now, as members have
         // told each other, and has room for the piece.
         Ok(unsafe { tools.kernels.transfer(true, &parts, (plain, plain), base, 1.0, self.stream()) }?)
     }

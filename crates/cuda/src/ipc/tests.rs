@@ -227,7 +227,7 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
     broken.iter().enumerate().map(member).collect()
 }
 
-/// Lets all take steps until nobody moves.
+/// Lets all members take steps until none moves.
 fn settle(members: &mut [Member]) {
     while members.iter_mut().map(|member| member.step().unwrap()).fold(false, |any, moved| any | moved) {}
 }
@@ -441,7 +441,7 @@ fn a_window_that_may_still_be_read_is_never_freed() {
     let fate = Arc::clone(&all[0].fate);
     drop(all.remove(0));
     assert!(fate.closed.load(Ordering::Acquire) && fate.left.load(Ordering::Acquire));
-    // Work that does not end keeps even what was opened.
+    // Work that does not end keeps even the opened memory.
     let mut all = formed(2, false);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {
@@ -457,7 +457,7 @@ fn a_window_that_may_still_be_read_is_never_freed() {
 }
 
 #[test]
-fn an_end_in_good_order_waits_for_nobody() {
+fn an_orderly_end_waits_for_no_member() {
     let mut all = formed(2, true);
     let tensors: Vec<Tensors> = (0..2).map(|_| Tensors::of(&[4], |_| 1.0)).collect();
     for (member, own) in all.iter_mut().zip(&tensors) {

@@ -19,7 +19,7 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// Memory with anything in it, and what opens it elsewhere.
+    /// Returns memory with anything in it, and what opens it elsewhere.
     ///
     /// # Errors
     /// `Driver` when there is none left, or the driver does not share it.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The thread that makes a communicator's calls. They may block: NCCL meets the other members in the first, and connects
-//! to them in others, so nobody who must go on makes them himself. Calls of communicators that do not block would have
-//! NCCL begin a thread for each of them.
+//! The thread that makes a communicator's calls. They may block: NCCL meets the other members in the first, and
+//! connects to them in others, so threads that must not block leave these calls to this thread. Calls of
+//! communicators that do not block would have NCCL begin a thread for each of them.
 //!
 //! All calls of a communicator come from this one thread. Only to abort it comes from another, when this one is outside of
 //! NCCL, or does not come back from there.
@@ -29,9 +29,9 @@ pub(super) type Queued = (Token, Operation, Vec<Arc<dyn Event>>);
 /// An operation that is on the stream, and the event behind it.
 pub(super) type Made = (Token, Arc<dyn Event>, Operation);
 
-/// Between two looks at calls that return before they are done: who sets `NCCL_COMM_BLOCKING` to 0 has such.
+/// Between two looks at calls that return before they are done, as with `NCCL_COMM_BLOCKING=0`.
 const LOOK: Duration = Duration::from_micros(50);
-/// How long the thread looks for more before it sleeps, where cores are left for that: to be woken takes longer than a call.
+/// Time for which the thread polls before it sleeps, if cores are free: a wake-up takes longer than a call.
 const REST: Duration = Duration::from_micros(50);
 /// So many leave some.
 const CORES: usize = 4;
@@ -97,7 +97,7 @@ impl Caller {
         Ok(Self { desk, thread: Some(thread.spawn(move || work.run())?) })
     }
 
-    /// Has memory of NCCL's registered that operations are about.
+    /// Registers NCCL's memory that operations use.
     pub(super) fn register(&self) {
         self.desk.registers.store(true, Ordering::Release);
     }
@@ -109,20 +109,20 @@ impl Caller {
         self.desk.changed.notify_all();
     }
 
-    /// The messages since the last call.
+    /// Returns the messages since the last call.
     pub(super) fn news(&self) -> News {
         let mut papers = self.desk.papers.lock();
         let formed = papers.news.formed;
         std::mem::replace(&mut papers.news, News { formed, ..News::default() })
     }
 
-    /// The communicator, once it is formed.
+    /// Returns the communicator, once it is formed.
     pub(super) fn comm(&self) -> Comm {
         self.desk.comm.load(Ordering::Acquire)
     }
 
-    /// Has the thread end, which makes no more calls. Returns the communicator, to be aborted, if NCCL has it. A call under
-    /// way is waited for so long; if it is not over then, only to abort the communicator ends it.
+    /// Ends the thread, which makes no more calls. Returns the communicator, to be aborted, if NCCL has it. A call
+    /// under way is waited for so long; if it is not over then, only to abort the communicator ends it.
     pub(super) fn end(&mut self, limit: Duration) -> Option<Comm> {
         let deadline = Instant::now() + limit;
         let mut papers = self.desk.papers.lock();
@@ -267,7 +267,7 @@ impl<L: Lane> Work<L> {
         self.lane.with(work).map_err(|error| error.to_string())
     }
 
-    /// Waits for a call that returned before it was done, until somebody has lost patience.
+    /// Waits for a call that returned before it was done, until a limit is over.
     fn wait(&self, function: &'static str, mut status: i32) -> Result<(), String> {
         while status == IN_PROGRESS {
             if self.desk.papers.lock().over {

@@ -54,8 +54,9 @@ fn number(op: ReduceOp) -> Option<i32> {
     })
 }
 
-/// Whether NCCL does an operation as we define it; others go through the host. The same on all members. Floats of eight
-/// bits are a communicator's own matter, too: not all members' GPUs reduce them, nor averages of any number of members.
+/// Returns whether NCCL does an operation as we define it; others go through the host. The same on all members.
+/// Floats of eight bits are a communicator's own matter, too: not all members' GPUs reduce them, nor averages of any
+/// number of members.
 pub fn carries(operation: &Operation) -> bool {
     match operation {
         Operation::Allreduce { dtype, op, prescale, postscale, .. }
@@ -82,9 +83,9 @@ pub(crate) const LEAST_FOR_FLOAT8: i32 = 22_400;
 /// The architecture from which on it reduces them, on all members' GPUs.
 pub(crate) const ARCH_FOR_FLOAT8: u32 = 90;
 
-/// Whether an operation is a reduction of floats of eight bits, and if so, whether NCCL does it as we define it among so many
-/// members. It averages by multiplying with the inverse of their number in the tensor's type, which is exact for powers of
-/// two whose inverse is not subnormal.
+/// Returns whether an operation is a reduction of floats of eight bits, and if so, whether NCCL does it as we define
+/// it among so many members. It averages by multiplying with the inverse of their number in the tensor's type, which
+/// is exact for powers of two whose inverse is not subnormal.
 pub(super) fn does_float8(operation: &Operation, size: usize) -> Option<bool> {
     let (Operation::Allreduce { dtype, op, .. } | Operation::Reducescatter { dtype, op, .. }) = operation
     else {
@@ -146,7 +147,7 @@ impl Calls<'_> {
         Ok(status == super::IN_PROGRESS)
     }
 
-    /// The type and the operator of a reduction, and whether the operator was made for it.
+    /// Returns the type and the operator of a reduction, and whether the operator was made for it.
     fn reduction(&self, operation: &Operation) -> Result<((i32, usize), i32, bool)> {
         let (Operation::Allreduce { dtype, op, prescale, postscale, .. }
         | Operation::Reducescatter { dtype, op, prescale, postscale, .. }) = operation

@@ -27,19 +27,19 @@ use crate::ending::{ENDING, drain, wait_for};
 
 /// The device's side of a communicator.
 pub trait Lane: Send + Sync + 'static {
-    /// The device's number.
+    /// Returns the device's number.
     fn ordinal(&self) -> u32;
 
-    /// Where work is put.
+    /// Returns the stream that gets the work.
     fn stream(&self) -> Stream;
 
-    /// An event behind what was put there.
+    /// Returns an event after the work that was put there.
     ///
     /// # Errors
     /// `Device`.
     fn mark(&self) -> Result<Arc<dyn Event>>;
 
-    /// Memory of the device, for what is put on the stream from now on.
+    /// Returns memory of the device, for later work of the stream.
     ///
     /// # Errors
     /// `Device`.
@@ -69,7 +69,7 @@ pub struct NcclCommunicator<L: Lane> {
     caller: Caller,
     size: usize,
     member: usize,
-    /// All members' devices have room for results whose size nobody knew before.
+    /// All members' devices have room for results whose size was unknown before.
     roomy: bool,
     /// All members' devices reduce floats of eight bits.
     float8: bool,
@@ -159,7 +159,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self
     }
 
-    /// Whether NCCL does an operation among these members, if there is room for what it brings.
+    /// Returns whether NCCL does an operation among these members, if there is room for what it brings.
     fn does(&self, operation: &Operation) -> bool {
         let among = does_float8(operation, self.size).is_none_or(|does| self.float8 && does);
         among && carries(operation)
@@ -180,7 +180,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.state = State::Over;
         if let Some(comm) = self.caller.end(ENDING) {
             let abort = self.nccl.table().abort;
-            // To abort is the only end that waits for nobody. There is nothing to do about a failure.
+            // An abort is the only end that waits for no other member. There is nothing to do about a failure.
             drop(self.lane.with(&mut || {
                 // SAFETY: the communicator is ours and ends once.
                 unsafe { abort(comm) };
@@ -196,7 +196,7 @@ impl<L: Lane> NcclCommunicator<L> {
         self.launched.clear();
     }
 
-    /// Waits until what was put on the stream has ended: kernels continue for a while after they were told to, and
+    /// Waits until the work of the stream has ended: kernels continue for a while after the order to end, and
     /// `ncclCommAbort` may return before they have.
     fn quieten(&self) {
         let Ok(last) = self.lane.mark() else { return };
@@ -267,7 +267,7 @@ impl<L: Lane> NcclCommunicator<L> {
         true
     }
 
-    /// Whether the caller has nothing to do.
+    /// Returns whether the caller has nothing to do.
     #[cfg(test)]
     pub(super) fn is_called(&self) -> bool {
         self.state != State::Forming && self.handed == 0 && self.waiting.is_empty()

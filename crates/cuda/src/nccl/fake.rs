@@ -32,14 +32,14 @@ pub(crate) struct State {
     pub(super) group: i32,
     /// Calls that wait for members return when this is false, or the communicator is aborted.
     pub(super) alone: bool,
-    /// How far the clock is ahead.
+    /// Time by which the clock is ahead.
     pub(super) ahead: Duration,
     pub(crate) version: i32,
-    /// How many looks at the device kernels continue for after they were told to end; nothing while they were not.
+    /// Number of looks at the device for which kernels continue after the order to end; `None` before that order.
     pub(super) ending: Option<u32>,
     /// The same, for the next time.
     pub(super) late: u32,
-    /// How often memory was given.
+    /// Number of times that memory was given.
     given: usize,
     /// The result of `ncclMemAlloc`.
     pub(super) memory: i32,
@@ -79,7 +79,7 @@ pub(crate) fn fake<T>(change: impl FnOnce(&mut State) -> T) -> T {
     change(&mut own.lock())
 }
 
-/// The name that this thread's NCCL gives.
+/// Returns the name that this thread's NCCL gives.
 pub(super) fn name() -> UniqueId {
     let mut id = [9; 128];
     let number = OWN.with_borrow(|(number, _)| *number);
@@ -114,7 +114,7 @@ fn note(call: String) -> i32 {
     SUCCESS
 }
 
-/// The calls since the last look.
+/// Returns the calls since the last look.
 pub(crate) fn calls() -> Vec<String> {
     fake(|fake| std::mem::take(&mut fake.calls))
 }

@@ -4,9 +4,9 @@
 //! Memory that NCCL gives and communicators register: the other members' kernels, and switches, may then work on it where
 //! it lies, and NCCL copies it nowhere.
 //!
-//! Released memory serves the next request for as much on the same stream, as in torch's own allocator. It
-//! goes back to the device with the process: before, everybody who may still use it would have to be waited for, and every
-//! communicator would have to deregister it.
+//! Released memory serves the next request for as much on the same stream, as in torch's own allocator. It returns to
+//! the device when the process ends: an earlier return would have to wait for all its users, and every communicator
+//! would have to deregister it.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
 use std::ptr::{null_mut, with_exposed_provenance_mut};
@@ -27,7 +27,7 @@ static GIVEN: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 struct Block {
     ordinal: u32,
-    /// Whose order its users keep.
+    /// Stream whose order the users of the memory keep.
     stream: usize,
     start: usize,
     bytes: usize,
@@ -52,7 +52,7 @@ pub struct NcclMemory {
 }
 
 impl NcclMemory {
-    /// Where it begins, in the device's addresses.
+    /// Returns its start, in the device's addresses.
     pub fn address(&self) -> usize {
         self.start
     }
@@ -75,12 +75,12 @@ impl Drop for NcclMemory {
 }
 
 impl Nccl {
-    /// Whether this version gives memory and registers it.
+    /// Returns whether this version gives memory and registers it.
     pub fn registers(&self) -> bool {
         self.table().allocate.is_some() && self.table().register.is_some()
     }
 
-    /// Memory of a device, at least one byte, for work in the order of this stream. What is in it is anything.
+    /// Returns memory of a device, at least one byte, for work in the order of this stream. Its content is undefined.
     ///
     /// # Errors
     /// `Nccl` when there is none left, or this version gives none.
@@ -113,8 +113,8 @@ impl Nccl {
 pub(super) struct Registry(Vec<usize>);
 
 impl Registry {
-    /// Registers memory that an operation is about, for as long as the communicator is there; false when it may not go on
-    /// with that. All members have theirs registered, or none: NCCL wants it so, and to fail is to fail for all.
+    /// Registers the memory of an operation for as long as the communicator lives; false if it must not do more. All
+    /// members have theirs registered, or none: NCCL wants it so, and to fail is to fail for all.
     pub(super) fn take_up(
         &mut self,
         nccl: &Nccl,
@@ -131,7 +131,7 @@ impl Registry {
             if self.0.contains(&start) {
                 continue;
             }
-            // To register may take longer than whoever ends the communicator waits.
+            // Registration may take longer than the limit for the communicator's end.
             if !goes_on() {
                 return Ok(false);
             }
@@ -146,7 +146,7 @@ impl Registry {
     }
 }
 
-/// The buffers that an operation is about.
+/// Returns the buffers that an operation is about.
 fn buffers(operation: &Operation) -> impl Iterator<Item = &Buffer> {
     let segments = match operation {
         Operation::Allreduce { segments, .. }

@@ -155,12 +155,12 @@ impl Nccl {
         self.version
     }
 
-    /// The file it was loaded from.
+    /// Returns the file it was loaded from.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// A name for a new communicator.
+    /// Returns a name for a new communicator.
     ///
     /// # Errors
     /// `Nccl`.
@@ -175,7 +175,7 @@ impl Nccl {
         &self.table
     }
 
-    /// Nothing, also for what is in progress, or the error of a function that failed.
+    /// Nothing, also for calls in progress, or the error of a failed function.
     pub(crate) fn check(&self, function: &'static str, status: i32) -> Result<()> {
         match status {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -183,7 +183,7 @@ impl Nccl {
         }
     }
 
-    /// The description of a communicator.
+    /// Returns the description of a communicator.
     fn status(&self, comm: Comm) -> i32 {
         let mut status = SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.

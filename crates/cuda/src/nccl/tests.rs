@@ -60,7 +60,7 @@ pub(super) fn call(communicator: &mut NcclCommunicator<FakeLane>, token: u64, op
     made(communicator, &mut Vec::new()).unwrap();
 }
 
-/// Waits until somebody is in a call that waits for members.
+/// Waits until a thread is in a call that waits for members.
 fn entered(call: &str) {
     let (began, mut seen) = (Instant::now(), Vec::new());
     while !seen.iter().any(|other: &String| other.starts_with(call)) {
@@ -177,7 +177,7 @@ fn an_orderly_end_waits_for_launched_work_with_a_deadline() {
 }
 
 #[test]
-fn a_refused_beginning_is_told_in_the_librarys_words() {
+fn a_refused_beginning_is_reported_in_the_librarys_words() {
     fake(|fake| fake.init = 2);
     let (mut communicator, _) = form(&nccl().unwrap(), 0, 2).unwrap();
     let error = made(&mut communicator, &mut Vec::new()).unwrap_err();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Where the wheels of the development environment are.
+//! Paths of the wheels of the development environment.
 
 use std::path::{Path, PathBuf};
 

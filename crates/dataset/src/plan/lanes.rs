@@ -55,7 +55,7 @@ pub(crate) struct Run {
 pub(crate) struct Stretch {
     /// Its rows, counted in the lane.
     pub(crate) rows: Range<u64>,
-    /// Which runs, and the first row taken of each.
+    /// The open runs, and the first row taken of each.
     pub(crate) open: Vec<(usize, u64)>,
 }
 
@@ -110,7 +110,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Rows of lane number `lane` that come before phase number `phase`.
+    /// Returns the rows of lane number `lane` that come before phase number `phase`.
     pub(crate) fn done(&self, lane: u64, phase: usize) -> u64 {
         let before = self.phases.iter().take(phase).filter(|phase| lane < phase.lanes);
         before.map(|phase| (phase.end - phase.start) / phase.lanes).sum()
@@ -170,22 +170,22 @@ impl Lanes {
         Self { blocks, count, beside, early, rows }
     }
 
-    /// How many lanes a shuffled epoch has.
+    /// Returns the number of lanes of a shuffled epoch.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// How many blocks the rows of a batch come from, where it is large enough and not at the start of an epoch.
+    /// Returns the number of blocks of a batch's rows, if it is large enough and not at the start of an epoch.
     pub fn mixed(&self) -> u64 {
         self.count * self.beside
     }
 
-    /// The blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
+    /// Returns the blocks, which are decoded as a whole: file, row group and rows of each, in the order of the files.
     pub fn blocks(&self) -> impl Iterator<Item = (usize, usize, Range<u64>)> {
         self.blocks.iter().map(|run| (run.file, run.group, run.rows.clone()))
     }
 
-    /// Rows of the data set.
+    /// Returns the rows of the data set.
     pub fn rows(&self) -> u64 {
         self.rows
     }
@@ -229,8 +229,8 @@ impl Lanes {
     }
 }
 
-/// Where a row group is cut into about `most` pieces at most. Pages of numbers often hold a power of two of rows: edges at multiples of one have few
-/// pages on both sides, which would be read twice.
+/// Returns the rows at which a row group is cut into about `most` pieces at most. Pages of numbers often hold a power
+/// of two of rows: edges at multiples of one have few pages on both sides, which would be read twice.
 fn edges(rows: u64, bytes: u64, most: u64) -> Vec<u64> {
     let pieces = bytes.div_ceil(BLOCK_BYTES).clamp(1, rows.clamp(1, most));
     let round = 1_u64.checked_shl((rows / pieces).checked_ilog2().unwrap_or(0)).unwrap_or(1);

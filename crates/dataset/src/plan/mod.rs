@@ -92,7 +92,7 @@ struct Slot {
 struct Weave {
     /// Rows of the slot.
     rows: Range<u64>,
-    /// Which parts, in turn, and the row of each that comes first.
+    /// The open parts, in turn, and the first row of each.
     open: Vec<(usize, u64)>,
     /// From one row of a part to the next.
     stride: u64,
@@ -116,7 +116,7 @@ pub struct Plan {
 }
 
 impl Request {
-    /// Rows of this rank, of an epoch over `rows` rows.
+    /// Returns the rows of this rank, of an epoch over `rows` rows.
     fn own(&self, rows: u64) -> u64 {
         let left = rows.saturating_sub(self.start_row).saturating_sub(u64::from(self.rank.0));
         left.div_ceil(u64::from(self.size).max(1))
@@ -264,7 +264,7 @@ impl Plan {
         }
     }
 
-    /// The parts to read, in no particular order; [`Piece::part`] is an index into them.
+    /// Returns the parts to read, in no particular order; [`Piece::part`] is an index into them.
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }
@@ -274,13 +274,14 @@ impl Plan {
         self.steps
     }
 
-    /// Rows of this rank in the whole epoch, without padding.
+    /// Returns the rows of this rank in the whole epoch, without padding.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may be copied
-    /// part by part, in the order of [`Plan::queue`], and parts that nobody needs any more make room for others.
+    /// Returns the least that has to be held at a time, when `bytes` tells what a part takes: the rows of a step may
+    /// be copied part by part, in the order of [`Plan::queue`], and parts that are not needed any more make room for
+    /// others.
     pub fn least_bytes(&self, bytes: impl Fn(&Part) -> u64) -> u64 {
         // By step: what ends in it, what it alone needs, what begins in it and continues.
         let (ends, alone, begins) = (0_u8, 1, 2);
@@ -329,7 +330,7 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A count as an index.
+/// Returns a count as an index.
 pub(crate) fn index(count: u64) -> usize {
     usize::try_from(count).unwrap_or(usize::MAX)
 }

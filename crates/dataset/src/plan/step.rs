@@ -12,11 +12,11 @@ pub struct Piece {
     pub part: usize,
     /// First row.
     pub first: usize,
-    /// How many.
+    /// Their number.
     pub count: usize,
     /// From one to the next.
     pub stride: usize,
-    /// Where the first one goes in the batch.
+    /// Position of the first row in the batch.
     pub at: usize,
     /// From one to the next in the batch.
     pub skip: usize,
@@ -25,7 +25,7 @@ pub struct Piece {
 /// One batch of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Where its rows come from, by [`Piece::at`]; together they fill the first `valid` rows of the batch.
+    /// Sources of its rows, by [`Piece::at`]; together they fill the first `valid` rows of the batch.
     pub pieces: Vec<Piece>,
     /// Rows that are no padding.
     pub valid: usize,
@@ -36,7 +36,7 @@ pub struct Step {
 }
 
 impl Plan {
-    /// The batch of step `step`; empty past the end.
+    /// Returns the batch of step `step`; empty past the end.
     pub fn step(&self, step: u64) -> Step {
         if step >= self.steps() {
             return Step::default();

@@ -163,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn rd_5_an_epoch_goes_on_anywhere_on_any_size(files in files(), size in 1_u32..6, batch in 1_u64..10, done in 0_u64..10, next in 1_u32..6) {
+    fn rd_5_an_epoch_continues_anywhere_on_any_size(files in files(), size in 1_u32..6, batch in 1_u64..10, done in 0_u64..10, next in 1_u32..6) {
         let lanes = Lanes::new(&manifest(&files, 100));
         let whole = world(&lanes, size, batch, |_| {});
         let done = done.min(whole.len() as u64);
@@ -318,7 +318,7 @@ fn blocks_that_are_held_at_once_are_counted() {
 }
 
 #[test]
-fn lanes_that_go_on_to_their_next_blocks_at_once_need_no_room_for_both() {
+fn lanes_that_continue_with_their_next_blocks_at_once_need_no_room_for_both() {
     let lanes = Lanes::new(&manifest(&[vec![64; 480]], 16 << 10));
     assert_eq!((lanes.count(), lanes.mixed()), (48, 48));
     let plan = Plan::new(&lanes, &request(0, 1, 1000)).unwrap();

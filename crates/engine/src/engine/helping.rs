@@ -10,11 +10,11 @@ use super::Engine;
 use crate::callbacks::Callback;
 use crate::{Completion, Handle, Request, Result};
 
-/// Longest help: several times what small operations take, and too short to be missed by whoever owns the thread.
+/// Longest help: several times what small operations take, and too short to matter to the owner of the thread.
 const MOMENT: Duration = Duration::from_micros(150);
-/// After so many times in vain in a row, help is given only now and then.
+/// After so many useless attempts in a row, help is given only now and then.
 const VAIN: u32 = 3;
-/// How often then.
+/// One call in so many is then helped.
 const SOMETIMES: u32 = 16;
 
 /// Whether help has been worth it.
@@ -24,7 +24,7 @@ pub(super) struct Zeal {
 }
 
 impl Zeal {
-    /// How long to help this time.
+    /// Returns the time to help this time.
     fn moment(&self) -> Duration {
         let vain = self.vain.load(Ordering::Relaxed);
         if vain < VAIN || vain.is_multiple_of(SOMETIMES) { MOMENT } else { Duration::ZERO }
@@ -41,11 +41,11 @@ impl Zeal {
 
 impl Engine {
     /// Submits requests, several as one group, and drives on this thread for a moment. Results that came by then are
-    /// returned. What takes longer is left to the engine's own threads, and to the callbacks that `later` makes, one
-    /// for each request; help that is in vain several times is given less often.
+    /// returned. Longer operations are left to the engine's own threads, and to the callbacks that `later` makes, one
+    /// for each request. After several useless attempts, help is given less often.
     ///
     /// # Errors
-    /// As [`Engine::submit_group`]; `later` is not called then.
+    /// Like [`Engine::submit_group`]; `later` is not called then.
     pub fn submit_helping(
         &self,
         mut requests: Vec<Request>,
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn help_in_vain_becomes_rare_and_is_whole_again_once_it_was_worth_it() {
+    fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
         let zeal = Zeal::default();
         let given = || {
             let moment = zeal.moment();

@@ -54,7 +54,7 @@ fn options(id: u32) -> EngineOptions {
 }
 
 #[test]
-fn a_forked_child_is_told_how_to_start_workers() {
+fn a_forked_child_gets_an_error_that_says_how_to_start_workers() {
     let mut engine = Engine::start(options(0)).unwrap();
     let barrier = || Request::barrier("b", ProcessSetId::GLOBAL);
     let handle = engine.submit(barrier()).unwrap();
@@ -178,14 +178,14 @@ fn operations_that_a_panic_interrupted_end_too() {
 }
 
 #[test]
-fn a_panic_ends_the_engine_whoever_drives() {
+fn a_panic_ends_the_engine_on_any_driving_thread() {
     let start = |at_once| {
         let mut options = options(0);
         options.sets[0].communicator = Box::new(Panicking { at_once, pending: 0 });
         Engine::start(options).unwrap()
     };
     for at_once in [false, true] {
-        // Who waits drives.
+        // A thread that waits also drives.
         let engine = start(at_once);
         let handle = engine.submit_attended(barrier()).unwrap();
         ended(&engine, engine.wait(handle, Duration::from_secs(20)).transpose().unwrap());

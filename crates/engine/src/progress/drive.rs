@@ -14,9 +14,9 @@ use crate::callbacks::Call;
 use crate::desk::Submission;
 use crate::set::{Finished, ProcessSet, Step, answer_questions};
 
-/// How often the clock is compared with deadlines while driving.
+/// Interval at which the clock is compared with deadlines while driving.
 const TICK: Duration = Duration::from_millis(20);
-/// Longest sleep while a device is waited for: nobody is woken when it is done.
+/// Longest sleep while a device is waited for: its end wakes no thread.
 const GLANCE: Duration = Duration::from_micros(50);
 /// Longest sleep while a lost peer may yet turn out to have left in order.
 const DOUBT: Duration = Duration::from_millis(5);
@@ -226,7 +226,7 @@ impl Inner {
         self.callbacks.send(calls);
     }
 
-    /// Ends everything: nothing touches a buffer any more, peers are told, every pending request fails.
+    /// Ends everything: no buffer is touched any more, peers get the reason, every pending request fails.
     pub(crate) fn stop(&self, driver: &mut Driver, cause: Cause) {
         if driver.stopped {
             return;

@@ -3,9 +3,10 @@
 
 //! The time for which a waiting thread spins before it sleeps.
 //!
-//! On a quiet machine a peer answers within microseconds, and whoever spins has the answer sooner than whoever must be
-//! woken. On a busy one the spinning itself keeps the peer from its core. So the time is halved whenever it ran out
-//! and doubled whenever it was enough; now and then a waiter tries the full time, to find a machine quiet again.
+//! On a quiet machine a peer answers within microseconds, and a thread that spins has the answer sooner than a thread
+//! that must be woken. On a busy one the spinning itself keeps the peer from its core. So the time is halved whenever
+//! it ran out and doubled whenever it was enough; now and then a waiter tries the full time, to find a machine quiet
+//! again.
 
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ impl Patience {
         Self { most, now: most, slept: 0 }
     }
 
-    /// How long to spin this time.
+    /// Returns the time to spin this time.
     pub(crate) fn limit(&self) -> Duration {
         if self.slept % PROBE == PROBE - 1 { self.most } else { self.now }
     }
@@ -47,7 +48,7 @@ impl Patience {
         self.slept = self.slept.wrapping_add(1);
     }
 
-    /// Whether a waiter that has spun for `spun` should offer its core with every turn.
+    /// Returns whether a waiter that has spun for `spun` should offer its core with every turn.
     pub(crate) fn yields(spun: Duration) -> bool {
         spun > ALONE
     }
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spinning_in_vain_becomes_short_and_recovers_when_it_pays() {
+    fn useless_spinning_becomes_short_and_recovers_when_it_pays() {
         let most = Duration::from_millis(1);
         let mut patience = Patience::new(most);
         (0..20).for_each(|_| patience.ran_out());

@@ -3,8 +3,9 @@
 
 //! Signals between the threads of an engine, without a lock.
 //!
-//! No wake-up is lost (EN-5). There are three pairs of one who leaves something and one who looks for it; in each both
-//! sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees the other:
+//! No wake-up is lost (EN-5). There are three pairs of a side that leaves something and a side that looks for it. In
+//! each pair, both sides write, fence (SeqCst), and then read what the other wrote, so that at least one of them sees
+//! the other:
 //!
 //! - *Submission against unlocking.* A submitter sets `queued` and then tries the lock; the driver unlocks and then
 //!   reads `queued`. Either the submitter gets the lock, or the driver sees the queue and has it driven.
@@ -25,7 +26,7 @@ pub(super) struct Signals {
     queued: AtomicBool,
     /// Threads that want to drive for themselves: the background thread makes way.
     wanted: AtomicUsize,
-    /// Threads that want the lock for something short: everybody makes way.
+    /// Threads that want the lock for a short time: all others make way.
     summoned: AtomicUsize,
     /// Threads asleep on the desk's condition.
     waiters: AtomicUsize,
@@ -36,19 +37,19 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    /// Submitter: something lies on the desk. Try the lock next, and if somebody has it, look for a
+    /// Submitter: something lies on the desk. Try the lock next, and if it is taken, look for a
     /// [sleeper](Self::has_sleeper).
     pub(super) fn submitted(&self) {
         self.queued.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// As [`submitted`](Self::submitted), by one who waits for it next.
+    /// Like [`submitted`](Self::submitted), by a thread that waits for it next.
     pub(super) fn submitted_quietly(&self) {
         self.queued.store(true, Ordering::SeqCst);
     }
 
-    /// Whether something lies on the desk.
+    /// Returns whether something lies on the desk.
     pub(super) fn is_queued(&self) -> bool {
         self.queued.load(Ordering::SeqCst)
     }
@@ -98,7 +99,7 @@ impl Signals {
         self.parked.store(false, Ordering::SeqCst);
     }
 
-    /// Whether the driver has to be woken for what was left before.
+    /// Returns whether the driver has to be woken for what was left before.
     pub(super) fn has_sleeper(&self) -> bool {
         self.parked.load(Ordering::SeqCst)
     }
@@ -113,7 +114,7 @@ impl Signals {
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Whether somebody has to be notified of results, under the desk lock.
+    /// Returns whether a thread has to be notified of results, under the desk lock.
     pub(super) fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::SeqCst) > 0
     }
@@ -123,13 +124,13 @@ impl Signals {
         self.busy.store(busy, Ordering::SeqCst);
     }
 
-    /// Driver, after it unlocked: whether somebody has to be notified that the lock is free.
+    /// Driver, after it unlocked: whether a thread has to be notified that the lock is free.
     pub(super) fn unlocked(&self) -> bool {
         fence(Ordering::SeqCst);
         self.has_waiters()
     }
 
-    /// After unlocking: whether there is something to drive and nobody who will.
+    /// After unlocking: whether there is work and no thread that will drive.
     pub(super) fn is_left(&self) -> bool {
         (self.busy.load(Ordering::SeqCst) || self.is_queued()) && !self.is_wanted()
     }
@@ -216,7 +217,7 @@ mod tests {
             }
         }
 
-        /// As `Inner::announce`.
+        /// Like `Inner::announce`.
         fn announce(&self) {
             self.put();
             self.signals.submitted();
@@ -229,7 +230,7 @@ mod tests {
             }
         }
 
-        /// As `Inner::wait`; whether the result is there.
+        /// Like `Inner::wait`; whether the result is there.
         fn wait(&self) -> bool {
             let handle = self.put();
             self.signals.submitted_quietly();
@@ -255,7 +256,7 @@ mod tests {
                     break;
                 }
                 drop(free);
-                // Without a time limit here: loom reports whoever is never notified.
+                // Without a time limit here: loom reports a thread that is never notified.
                 drop(self.changed.wait(desk).unwrap());
                 self.signals.waits_no_more();
             }
@@ -287,7 +288,7 @@ mod tests {
         loom::model(|| {
             let model = Arc::new(Model::default());
             let other = Arc::clone(&model);
-            // Has the lock before anybody submits.
+            // Takes the lock before all submissions.
             let mut driven = model.progress.lock().unwrap();
             let submitter = thread::spawn(move || other.announce());
             while *driven == 0 {
@@ -308,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn loom_en_5_whoever_waits_gets_its_result_or_the_lock() {
+    fn loom_en_5_a_waiter_gets_its_result_or_the_lock() {
         loom::model(|| {
             let model = Arc::new(Model::default());
             let other = Arc::clone(&model);

@@ -59,7 +59,7 @@ impl ProcessSet {
         self.complete_pending(name)
     }
 
-    /// Everybody came for this tensor who will come.
+    /// All ranks that will submit this tensor have submitted it.
     pub(super) fn complete_pending(&mut self, name: &Arc<str>) -> Step {
         let Some(mut tally) = self.pending.remove(name) else { return Ok(()) };
         let sources = std::mem::take(&mut tally.sources);
@@ -86,7 +86,7 @@ impl ProcessSet {
         Ok(())
     }
 
-    /// The announcement under construction, and for whom it is.
+    /// The announcement under construction, and its receiver.
     pub(super) fn upward(&mut self) -> (Writer<'_>, &[u32]) {
         let mut writer = Writer(&mut self.upward);
         if writer.0.is_empty() {
@@ -112,7 +112,7 @@ impl ProcessSet {
         let source = u32::try_from(child + 1).map_err(|_| Malformed::Overlong)?;
         let mut reader = Reader(frame);
         self.neighbours[from].seen = reader.number()?;
-        // A copy: a join among the items asks the tree for whom the child speaks.
+        // A copy: a join among the items asks the tree for the members behind the child.
         let below = self.tree.below[child].clone();
         self.items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];

@@ -77,7 +77,7 @@ pub(super) struct Batch {
     copies: Vec<Arc<dyn Event>>,
     /// Staging memory that all parts are in.
     block: Option<Memory>,
-    /// While somebody listens.
+    /// While there is a listener.
     pub(super) span: Option<Span>,
 }
 
@@ -131,33 +131,33 @@ impl Batch {
         Some((&part.agreed, &part.entry.as_ref()?.rows))
     }
 
-    /// Whether some rank's tensors are on a device.
+    /// Returns whether some rank's tensors are on a device.
     pub(super) fn is_staged(&self) -> bool {
         self.signature().is_some_and(|signature| signature.site != Site::Host)
     }
 
-    /// Whether all ranks' tensors are on devices, what they read and what they write.
+    /// Returns whether all ranks' tensors are on devices, what they read and what they write.
     fn is_on_devices(&self) -> bool {
         self.signature().is_some_and(|signature| signature.site == Site::Device)
     }
 
-    /// Whether a communicator among devices could run it.
+    /// Returns whether a communicator among devices could run it.
     pub(super) fn is_for_devices(&self) -> bool {
         self.signature().is_some_and(|signature| !signature.call.is_meeting() && self.is_on_devices())
     }
 
-    /// Whether it is a device that it waits for.
+    /// Returns whether it is a device that it waits for.
     pub(super) fn waits_for_device(&self) -> bool {
         let under_way = self.state == State::Loading || self.route == Route::Device;
         under_way && self.state != State::Done && self.is_staged()
     }
 
-    /// Whether it holds staging memory.
+    /// Returns whether it holds staging memory.
     pub(super) fn holds_memory(&self) -> bool {
         self.block.is_some() && self.state != State::Done
     }
 
-    /// Whether its tensors are reduced or spread element by element, so that it may be cut anywhere.
+    /// Returns whether its tensors are reduced or spread element by element, so that it may be cut anywhere.
     fn is_elementwise(&self) -> bool {
         self.signature().is_some_and(|signature| match signature.call {
             Call::Allreduce { op, .. } => op != ReduceOp::Adasum,
@@ -194,7 +194,7 @@ impl Batch {
         pieces
     }
 
-    /// Whether all inputs are where the communicator can read them; starts the copies that are missing.
+    /// Returns whether all inputs are where the communicator can read them; starts the copies that are missing.
     pub(super) fn load(&mut self, shared: &Shared, place: (usize, usize)) -> Step<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
@@ -217,7 +217,7 @@ impl Batch {
         Ok(true)
     }
 
-    /// Whether copies are in progress, and not the framework's own work.
+    /// Returns whether copies are in progress, and not the framework's own work.
     pub(super) fn is_copying(&self) -> bool {
         self.loading
     }
@@ -268,7 +268,7 @@ impl Batch {
         let Some(block) = self.block.take() else {
             let pairs: Vec<_> = self.parts.iter().filter_map(Part::stored).collect();
             let mut last = None;
-            // All to a device at once: of several events those that nobody gets would have to be waited for.
+            // All to a device at once: with several events, those without a receiver would have to be waited for.
             for pairs in pairs.chunk_by(|(_, one), (_, other)| one.place() == other.place()) {
                 if let Some((_, tensor)) = pairs.first()
                     && let Some(device) = shared.devices.of(tensor)?
@@ -290,7 +290,7 @@ impl Batch {
     /// For a communicator among devices: the operation on the tensors themselves, and what it comes after.
     ///
     /// # Errors
-    /// `Device` when there is no room for a result that nobody has brought memory for.
+    /// `Device` if there is no room for a result without memory of the caller.
     pub(super) fn launch(
         &mut self,
         members: &[Rank],
@@ -527,7 +527,8 @@ impl Part {
         }
     }
 
-    /// Where a communicator among devices writes: the request's own memory if it brought some that fits.
+    /// Returns the memory that a communicator among devices writes: the request's own memory if it brought some that
+    /// fits.
     fn prepare_room(
         &mut self,
         me: usize,
@@ -546,7 +547,8 @@ impl Part {
         }
     }
 
-    /// Where the communicator of hosts writes: the request's own memory if it is on the host and fits.
+    /// Returns the memory that the communicator of hosts writes: the request's own memory if it is on the host and
+    /// fits.
     fn prepare(&mut self, shared: &Shared, bytes: usize) -> Result<Buffer, CollectiveError> {
         self.note_misfit(bytes);
         let memory = match &self.output {

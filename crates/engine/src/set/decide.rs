@@ -28,11 +28,11 @@ use crate::tune::Tuner;
 #[derive(Debug)]
 pub(super) struct Ready {
     pub(super) agreed: Arc<Agreed>,
-    /// Where all ranks have it in their caches, if they do.
+    /// Its id in the caches of all ranks, if all have it.
     pub(super) known: Option<CacheId>,
 }
 
-/// The ranks differ: everybody's request of this name, and the whole group that it is in (0: none), fail.
+/// The ranks differ: all ranks' requests of this name, and the whole group that it is in (0: none), fail.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) name: Arc<str>,
@@ -94,11 +94,11 @@ impl Coordinator {
 }
 
 impl ProcessSet {
-    /// Everybody wants `name`: do they want the same?
+    /// All ranks have submitted `name`: checks that their requests agree.
     ///
     /// # Errors
-    /// `Disagreement` when they put it into different groups. What else is in these groups may have been submitted in
-    /// any other way, or may not come at all, so nobody could say how long to wait for it.
+    /// `Disagreement` when they put it into different groups. Other members of these groups may have been submitted
+    /// in any other way, or may not come at all, so there is no limit for a wait.
     pub(super) fn decide(&mut self, name: &Arc<str>, wish: Wish) -> Step {
         self.watch.forget(name);
         self.inquiries.forget(name);
@@ -142,7 +142,7 @@ impl ProcessSet {
                 format!("{operation} of {} is not possible while ranks have joined: {why}", agreed.name);
             return self.decide_against(&agreed.name, agreed.signature.group, text);
         }
-        // Who has joined brings host memory.
+        // A rank that has joined brings host memory.
         let known = known.filter(|id| self.cache.holds(*id) && agreed.signature.site != Site::Device);
         let agreed = match agreed.signature.site {
             Site::Device => Arc::new(Agreed::new(
@@ -174,7 +174,7 @@ impl ProcessSet {
         self.coordinator.decisions.push(Decision::Refuse(refusal));
     }
 
-    /// Everybody put the same tensors into a refused group, and announced them together: drop their tallies.
+    /// All ranks put the same tensors into a refused group, and announced them together: drop their tallies.
     pub(super) fn forget_group(&mut self, group: u64) {
         if group == 0 {
             return;
@@ -267,7 +267,7 @@ fn bytes(agreed: &Agreed) -> u64 {
     agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
 }
 
-/// Whether two tensors may share an operation. Without `across`, groups keep to themselves.
+/// Returns whether two tensors may share an operation. Without `across`, groups keep to themselves.
 fn fit(one: &Signature, two: &Signature, across: bool) -> bool {
     !one.call.is_meeting()
         && !matches!(one.call, Call::Alltoall { .. })

@@ -57,17 +57,17 @@ impl Execution {
         }
     }
 
-    /// Whether nothing is left of what ranks asked for.
+    /// Returns whether nothing is left of what ranks asked for.
     pub(super) fn is_idle(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// Whether a device has something in progress, of which somebody may have the result already.
+    /// Returns whether a device has work in progress whose result a caller may have already.
     pub(super) fn is_watched(&self) -> bool {
         !self.broken && self.reach.is_watched()
     }
 
-    /// Whether a device is waited for, which wakes nobody.
+    /// Returns whether a device is waited for, whose end wakes no thread.
     pub(super) fn waits_for_device(&self) -> bool {
         !self.broken && (self.reach.is_forming() || self.batches.iter().any(Batch::waits_for_device))
     }
@@ -105,7 +105,7 @@ impl Execution {
         self.reach = Reach::Not;
     }
 
-    /// Fails the batches. The communicators give them up, so nobody touches their buffers any more.
+    /// Fails the batches. The communicators give them up, so their buffers are not touched any more.
     pub(super) fn fail(&mut self, cause: &Arc<Cause>, finished: &mut Vec<Finished>) {
         self.reach.abandon(cause.is_orderly(), self.broken);
         self.broken = true;
@@ -128,7 +128,7 @@ impl ProcessSet {
         let mut moved = self.execution.start(&self.options, &self.members, finished)?;
         match self.execution.progress(&self.options, &self.members, finished) {
             Ok(progressed) => moved |= progressed,
-            // Who is to blame may be told by others soon.
+            // Other ranks may soon say which rank is to blame.
             Err(
                 cause @ (Cause::Transport(_)
                 | Cause::Collective(CollectiveError::Transport(_) | CollectiveError::Lost { .. })),
@@ -169,7 +169,7 @@ impl Execution {
         Ok(self.started > before)
     }
 
-    /// Whether the rows of the next batch are known. If not, members begin to tell each other.
+    /// Returns whether the rows of the next batch are known. If not, members begin to tell each other.
     fn knows_rows(&mut self) -> Step<bool> {
         if self.dealing.is_some() {
             return Ok(false);
@@ -182,7 +182,7 @@ impl Execution {
         Ok(false)
     }
 
-    /// Which way the next batch takes: the same on every member. Stays open while that is found out.
+    /// Chooses the route of the next batch, the same on every member. It stays open until the choice is known.
     fn route(&mut self, shared: &Shared, members: &[Rank]) -> Step<Route> {
         let place = self.place();
         let Some(batch) = self.batches.get(self.started) else { return Ok(Route::Open) };

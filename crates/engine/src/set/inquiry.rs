@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The stall report: the coordinator collects what is stalled, asks those who are missing, and reports once per
+//! The stall report: the coordinator collects stalled operations, asks the missing ranks, and reports once per
 //! interval.
 //!
 //! `QUERY` (number, members) goes down to all; a member that is asked finds out what its process waits in and what its
@@ -18,7 +18,7 @@ use crate::hash::Map;
 use crate::stall::{Absentee, Answer, NAMED, STACK_LIMIT, Slot, Stack, Stall, StallReport, Wait};
 use crate::wire::{Malformed, Reader, Writer};
 
-/// How long the coordinator waits for answers: that of a process, and its way through the tree.
+/// Time for which the coordinator waits for answers: that of a process, and its way through the tree.
 const ANSWERS: Duration = STACK_LIMIT.saturating_add(Duration::from_secs(1));
 /// Missing ranks that are asked: one tells most of the time what all do.
 const ASKED: usize = 16;
@@ -31,7 +31,7 @@ pub(super) struct Stalled {
     pub(super) came: Vec<u32>,
     /// As reports name it.
     pub(super) what: String,
-    /// Whether those who came do nothing else meanwhile.
+    /// Whether the ranks that have submitted it do nothing else meanwhile.
     pub(super) meeting: bool,
 }
 
@@ -58,7 +58,7 @@ struct Question {
 #[derive(Default)]
 pub(super) struct Inquiries {
     stalled: Map<Arc<str>, Stalled>,
-    /// When the next report may come.
+    /// Earliest time of the next report.
     next: Option<Instant>,
     number: u64,
     inquiry: Option<Inquiry>,
@@ -88,7 +88,7 @@ impl Inquiries {
 }
 
 impl ProcessSet {
-    /// Reports what is stalled when it is time, or begins to ask those who are missing.
+    /// Reports stalled operations when it is time, or begins to ask the missing ranks.
     pub(super) fn inquire(&mut self, now: Instant) -> Step {
         if let Some(inquiry) = self.inquiries.inquiry.take() {
             if !inquiry.is_answered() && now < inquiry.due {

@@ -4,10 +4,9 @@
 //! Joined ranks: they have no more data and wait for the others.
 //!
 //! A join travels upward among the announcements, so that every node knows which of them it came before. A subtree
-//! whose members have all joined says so when it has passed on what they had announced, and is not waited for any more;
-//! whoever speaks for members says which of them are absent. A member
-//! that joined executes the lists as everybody does, with memory that changes no result. When all have joined, a list
-//! says so and names the last.
+//! whose members have all joined says so after it has passed on their announcements, and is not waited for any more.
+//! A node that speaks for members says which of them are absent. A member that joined executes the lists as all
+//! others do, with memory that changes no result. When all have joined, a list says so and names the last.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +21,7 @@ use crate::signature::Call;
 use crate::tally::Tally;
 use crate::{Completion, Handle};
 
-/// The handle of what nobody submitted.
+/// The handle of an operation that this rank did not submit.
 pub(super) const NOBODY: Handle = Handle(0);
 
 /// A member that has joined.
@@ -40,7 +39,7 @@ pub(super) struct Joins {
     /// Sources that announce nothing more. See [`ProcessSet::announced`].
     gone: Vec<u32>,
     own: Option<Entry>,
-    /// Since when those who have joined wait without anything being done, and when that was last reported.
+    /// The time since which joined ranks have waited without any operation, and the time of the last report of that.
     since: Option<Instant>,
     reported: Option<Instant>,
 }
@@ -66,7 +65,7 @@ impl Joins {
         self.joined.iter().map(|joined| joined.member)
     }
 
-    /// How many sources besides these are not waited for.
+    /// Returns the number of sources besides these that are not waited for.
     pub(super) fn gone(&self, came: &[u32]) -> usize {
         self.gone.iter().filter(|source| !came.contains(source)).count()
     }
@@ -82,7 +81,7 @@ impl Joins {
         }
     }
 
-    /// Since when those who have joined wait, if that is to be reported now.
+    /// The time since which joined ranks have waited, if it is to be reported now.
     pub(super) fn overdue(&mut self, now: Instant, patience: Duration) -> Option<Instant> {
         let since = self.since?;
         let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= patience;
@@ -99,7 +98,7 @@ impl Joins {
         }
     }
 
-    /// Whether these members can stand in for themselves; if not, why.
+    /// Checks that these members can stand in for themselves; the error says why not.
     pub(super) fn suffices(&self, call: &Call, absent: &[u32], ranks: &[Rank]) -> Result<(), String> {
         let list = |members: &[u32]| -> String {
             let ranks = members.iter().filter_map(|member| ranks.get(*member as usize));
@@ -168,7 +167,7 @@ impl ProcessSet {
         Ok(())
     }
 
-    /// A list says that everybody has joined.
+    /// A list says that all ranks have joined.
     pub(super) fn all_joined(&mut self, last: u32, finished: &mut Vec<Finished>) {
         let own = std::mem::take(&mut self.joins).into_own();
         let last = self.members.get(last as usize).copied();
@@ -185,7 +184,7 @@ pub(super) fn stand_in(agreed: &Agreed) -> Entry {
     let signature = &agreed.signature;
     let bytes = usize::try_from(signature.unit_bytes()).unwrap_or(usize::MAX);
     let (input, output) = match signature.call {
-        // It brings no rows, and takes everybody's.
+        // It brings no rows, and takes those of all others.
         Call::Allgather => (Memory::new(0), None),
         Call::Allreduce { op, prescale, .. } => {
             let element = without_effect(signature.dtype, op, f64::from_bits(prescale));
@@ -212,8 +211,8 @@ pub(super) fn stand_in(agreed: &Agreed) -> Entry {
     }
 }
 
-/// An element that is neutral once it is multiplied by `prescale`; zero where no reduction is defined, which all
-/// members are told.
+/// An element that is neutral once it is multiplied by `prescale`; zero if no reduction is defined, for which all
+/// members get an error.
 fn without_effect(dtype: DataType, op: ReduceOp, prescale: f64) -> [u8; 16] {
     let op = match op {
         ReduceOp::Product => op,

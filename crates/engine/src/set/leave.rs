@@ -3,9 +3,9 @@
 
 //! Ranks that left or failed.
 //!
-//! A rank that leaves says how many lists it has executed. Everybody completes those, fails the rest, and keeps its
-//! links until all are done, for a transfer may still be looking at them: `DONE` goes up the tree, then `CLEAR` goes
-//! down. A rank that fails just says so.
+//! A rank that leaves says how many lists it has executed. All ranks complete those, fail the rest, and keep their
+//! links until all are done, because a transfer may still use them: `DONE` goes up the tree, then `CLEAR` goes down.
+//! A rank that fails just says so.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ use super::{Finished, ProcessSet, Step, Stop, kind};
 use crate::Cause;
 use crate::wire::{Malformed, Reader, Writer};
 
-/// How long the loss of a process elsewhere may be followed by its farewell.
+/// Longest time between the loss of a process elsewhere and its farewell.
 const GRACE: Duration = Duration::from_millis(20);
 
-/// Why the set takes no new requests, and up to which list it still executes.
+/// The reason why the set takes no new requests, and the last list that it still executes.
 pub(super) struct Leaving {
     pub(super) cause: Arc<Cause>,
     departed: Vec<Rank>,
@@ -28,7 +28,7 @@ pub(super) struct Leaving {
     /// Children whose subtrees are done.
     done: usize,
     told: bool,
-    /// Everybody is done: links may end.
+    /// All ranks are done: links may end.
     cleared: bool,
 }
 
@@ -106,7 +106,7 @@ impl ProcessSet {
         self.depart(&cause, finished);
     }
 
-    /// Whether this set was left for good and its links may end.
+    /// Returns whether this set was left for good and its links may end.
     pub(crate) fn is_over(&mut self, now: Instant) -> bool {
         self.retired.is_some_and(|deadline| now >= deadline || self.farewell(now))
     }
@@ -135,7 +135,7 @@ impl ProcessSet {
         over || (flushed && self.leaving.as_ref().is_none_or(|leaving| leaving.cleared))
     }
 
-    /// Whether a departure is known that not everybody has come to terms with.
+    /// Returns whether a known departure has not been handled by all ranks yet.
     pub(super) fn is_unsettled(&self) -> bool {
         self.leaving.as_ref().is_some_and(|leaving| !leaving.cleared)
     }
@@ -217,7 +217,7 @@ impl ProcessSet {
             return Ok(());
         }
         self.execution.fail(&leaving.cause, finished);
-        // Whoever closed its links did not wait, or waited long enough.
+        // A rank that closed its links did not wait, or waited long enough.
         leaving.cleared |= self.neighbours.iter().any(|neighbour| neighbour.closed);
         if leaving.done < children || leaving.told {
             return Ok(());
@@ -244,8 +244,8 @@ impl ProcessSet {
         }
     }
 
-    /// Whether the words of a rank come through shared memory. Containers of one machine, and processes of one host, may
-    /// or may not map the same segments: the link towards the rank tells.
+    /// Returns whether the words of a rank come through shared memory. Containers of one machine, and processes of
+    /// one host, may or may not map the same segments: the link towards the rank tells.
     fn is_near(&self, rank: Rank) -> bool {
         let world = &self.options.world;
         let own = world.seat().host.machine();
@@ -258,19 +258,19 @@ impl ProcessSet {
         together && self.neighbours.get(toward).is_some_and(|neighbour| neighbour.kind != LinkKind::Tcp)
     }
 
-    /// Whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
+    /// Returns whether a loss is that of a rank that left in order, or comes when there is nothing left to lose.
     fn has_left(&self, cause: &Cause) -> bool {
         self.leaving.as_ref().is_some_and(|leaving| {
             self.execution.is_idle() || lost(cause).is_some_and(|rank| leaving.departed.contains(&rank))
         })
     }
 
-    /// Whether a lost peer waits for judgement.
+    /// Returns whether a lost peer waits for judgement.
     pub(crate) fn is_in_doubt(&self) -> bool {
         self.suspect.is_some()
     }
 
-    /// Why this set takes no more requests.
+    /// Returns the reason why this set takes no more requests.
     pub(crate) fn left(&self) -> Option<&Arc<Cause>> {
         self.leaving.as_ref().map(|leaving| &leaving.cause)
     }

@@ -54,13 +54,13 @@ mod kind {
     pub(super) const DEPARTURE: u8 = 3;
     /// To all: a rank failed.
     pub(super) const ABORT: u8 = 4;
-    /// Upward: who came for a tensor that waits too long.
+    /// Upward: the ranks that have submitted a tensor that waits too long.
     pub(super) const CAME: u8 = 5;
     /// Downward: the same, put together.
     pub(super) const STALLED: u8 = 6;
     /// Upward: the subtree executes nothing that a departed rank took part in.
     pub(super) const DONE: u8 = 7;
-    /// Downward: nobody does.
+    /// Downward: none of them does.
     pub(super) const CLEAR: u8 = 8;
     /// Downward: members that are waited for shall say what they do.
     pub(super) const QUERY: u8 = 9;
@@ -102,7 +102,7 @@ impl Entry {
     }
 }
 
-/// Names of the operations that move no data: whoever submits one waits for it.
+/// Names of the operations that move no data: their submitters wait for them.
 const MEETINGS: [&str; 3] = ["barrier", "process set change", "join"];
 
 /// `allreduce of gradient.3`, `an addition of process set [0, 1]`: as reports name an operation.
@@ -285,7 +285,7 @@ impl ProcessSet {
         Ok(moved)
     }
 
-    /// Whether something is in progress that a poll could move.
+    /// Returns whether something is in progress that a poll could move.
     pub(crate) fn is_busy(&self) -> bool {
         !self.local.is_empty()
             || self.joins.own().is_some()
@@ -296,7 +296,7 @@ impl ProcessSet {
             || self.neighbours.iter().any(|neighbour| !neighbour.closed && neighbour.sender.queued() > 0)
     }
 
-    /// Whether a device is waited for: nobody is woken when it is done.
+    /// Returns whether a device is waited for: its end wakes no thread.
     pub(crate) fn waits_for_device(&self) -> bool {
         self.execution.waits_for_device()
     }
@@ -403,7 +403,7 @@ impl Neighbour {
 /// A step of a set: an error stops the engine.
 pub(crate) type Step<T = ()> = Result<T, Cause>;
 
-/// Why a frame could not be dealt with.
+/// The reason why a frame could not be dealt with.
 enum Stop {
     Cause(Cause),
     Malformed(Malformed),

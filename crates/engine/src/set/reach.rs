@@ -3,10 +3,10 @@
 
 //! The agreement of a set on a communicator among its members' devices.
 //!
-//! When the first operation comes whose tensors are on a device at every member, members show each other their cards, by
-//! an allgather of the communicator of hosts at the same point of everybody's list. Whether there can be a communicator
-//! follows from the cards. If so, the first member names it, in a broadcast that comes next, and all begin to form it: a
-//! name that nobody uses would leave a port open.
+//! When the first operation comes whose tensors are on a device at every member, members show each other their cards,
+//! by an allgather of the communicator of hosts at the same point of all members' lists. Whether there can be a
+//! communicator follows from the cards. If so, the first member names it, in a broadcast that comes next, and all
+//! begin to form it: an unused name would leave a port open.
 
 use farandole_collectives::{CARD, Communicator, Fabric, Memory, Operation, Segment, Token};
 use farandole_world::Rank;
@@ -113,12 +113,12 @@ impl Reach {
         }
     }
 
-    /// Whether members find out if they can have one, of which nobody is woken.
+    /// Returns whether members find out if they can have one; the result wakes no thread.
     pub(super) fn is_forming(&self) -> bool {
         matches!(self, Self::Among(communicator) if communicator.is_forming())
     }
 
-    /// Whether a device has something in progress that somebody must watch.
+    /// Returns whether a device has work in progress that a thread must watch.
     pub(super) fn is_watched(&self) -> bool {
         matches!(self, Self::Among(communicator) if communicator.pending() > 0)
     }

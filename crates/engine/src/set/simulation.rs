@@ -90,7 +90,7 @@ impl ControlPlane {
         let members: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
         let config = Config::read(|_| None, &BTreeMap::new()).map_err(|error| refuse(error.to_string()))?;
         let settings = Arc::new(Settings::from(&config));
-        // Everybody's own world would be a seat for every pair of ranks.
+        // A world for each rank would be a seat for every pair of ranks.
         let alone = Shared {
             world: Arc::new(World::alone(HostHash(String::new()))),
             settings,
@@ -165,10 +165,10 @@ impl ControlPlane {
         })
     }
 
-    /// How long steps of this many tensors take each, all ranks in this one thread.
+    /// Measures a step of this many tensors, with all ranks in this one thread.
     ///
     /// # Errors
-    /// As [`ControlPlane::step`].
+    /// Like [`ControlPlane::step`].
     pub fn time(&mut self, tensors: usize, steps: u32) -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..steps {

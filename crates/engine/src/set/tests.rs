@@ -140,7 +140,7 @@ impl Simulation {
         self.submit_rows(rank, name, signature, rows);
     }
 
-    /// As `submit`, with the rows of an alltoall.
+    /// Like `submit`, with the rows of an alltoall.
     fn submit_rows(&mut self, rank: usize, name: &str, signature: Signature, rows: Vec<u64>) {
         let count = if signature.call.is_by_rows() { rows.iter().sum() } else { 1 };
         let bytes = signature.unit_bytes() * count;
@@ -164,7 +164,7 @@ impl Simulation {
         self.sets[rank].poll(self.now, &mut self.finished[rank]).unwrap()
     }
 
-    /// Polls everybody until nothing moves.
+    /// Polls all members until nothing moves.
     fn settle(&mut self) {
         while (0..self.sets.len()).fold(false, |moved, rank| self.poll(rank) | moved) {}
     }
@@ -328,7 +328,7 @@ proptest! {
 
     /// EN-2, EN-4: ranks that run out of work join, in the middle of everything, twice.
     #[test]
-    fn ranks_that_join_keep_nobody_waiting(
+    fn ranks_that_join_keep_no_rank_waiting(
         hosts in prop::collection::vec(1u32..4, 1..5),
         capacity in 0usize..5,
         seed: u64,

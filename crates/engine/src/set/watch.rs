@@ -3,9 +3,9 @@
 
 //! Operations that take too long.
 //!
-//! Only the members below a node are known to it, so one that holds an incomplete tensor for too long tells its
-//! parent who came; the coordinator puts the answers together and tells everybody, so that the error of a deadline can
-//! name the missing ranks. [`inquiry`](super::inquiry) makes the report of it.
+//! Only the members below a node are known to it, so a node that holds an incomplete tensor for too long reports the
+//! ranks that have submitted it to its parent. The coordinator combines the reports and sends them to all ranks, so
+//! that the error of a deadline can name the missing ranks. [`inquiry`](super::inquiry) makes the report of it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,13 +24,13 @@ const COLLECT: Duration = Duration::from_secs(1);
 
 /// A stalled tensor at the coordinator.
 struct Case {
-    /// When the first rank submitted it, as far as known.
+    /// Time at which the first rank submitted it, as far as known.
     since: Instant,
     due: Instant,
     came: Vec<u32>,
     /// As reports name it.
     what: String,
-    /// Whether those who came do nothing else meanwhile.
+    /// Whether the ranks that have submitted it do nothing else meanwhile.
     meeting: bool,
 }
 
@@ -165,7 +165,7 @@ impl ProcessSet {
             let sources = tally.sources.clone();
             case.came.extend(sources.iter().flat_map(|source| self.stands_for(*source)));
         }
-        // Nobody waits for those that have joined.
+        // No rank waits for those that have joined.
         case.came.extend(self.joins.members());
         case.came.sort_unstable();
         case.came.dedup();

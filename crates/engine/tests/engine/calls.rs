@@ -131,7 +131,7 @@ fn broadcast_sends_the_roots_values_to_all() {
 }
 
 #[test]
-fn a_barrier_holds_everybody_until_the_last_came() {
+fn a_barrier_holds_all_ranks_until_the_last_came() {
     let came = AtomicU32::new(0);
     Cluster::new(&[2, 2]).run(|_, engine| {
         for round in 1..=20 {
@@ -156,7 +156,7 @@ fn every_element_type_passes() {
 }
 
 #[test]
-fn an_operation_that_is_not_defined_fails_on_all_and_the_engine_goes_on() {
+fn an_operation_that_is_not_defined_fails_on_all_and_the_engine_continues() {
     Cluster::new(&[2]).run(|_, engine| {
         let base = request("t", SUM, &[4], &[1.0]);
         let kind = Kind::Allreduce { op: ReduceOp::Adasum, prescale: 1.0, postscale: 1.0 };
@@ -168,7 +168,7 @@ fn an_operation_that_is_not_defined_fails_on_all_and_the_engine_goes_on() {
 }
 
 #[test]
-fn truths_with_scale_factors_are_refused_at_once_and_the_engine_goes_on() {
+fn booleans_with_scale_factors_are_refused_at_once_and_the_engine_continues() {
     Cluster::new(&[2]).run(|_, engine| {
         for (prescale, postscale) in [(2.0, 1.0), (1.0, 0.5)] {
             let kinds = [

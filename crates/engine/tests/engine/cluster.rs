@@ -15,10 +15,10 @@ use farandole_testkit::{contents, filled};
 use farandole_transport::{Link, MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker, loopback};
 use farandole_world::{Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlace, World, assign};
 
-/// How long anything may take that should take milliseconds.
+/// Longest time for actions that should take milliseconds.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
-/// Sleeps on a parker. Links over loopback wake nobody: there every sleep is short.
+/// Sleeps on a parker. Links over loopback wake no thread: there every sleep is short.
 struct Host {
     parker: Parker,
     unparker: Unparker,
@@ -56,7 +56,7 @@ impl ProgressHost for Host {
 
 pub(crate) type Cut = fn(Rank, Link) -> Link;
 
-/// What a world is made of.
+/// The parts of a test's world.
 #[derive(Clone)]
 pub(crate) struct Cluster {
     /// Ranks of each host.

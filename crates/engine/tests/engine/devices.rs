@@ -34,7 +34,7 @@ fn cluster(device: &HostDevice) -> Cluster {
     Cluster { devices: vec![Arc::new(device.clone())], ..Cluster::new(&[2]) }
 }
 
-/// What an operation on device memory leaves in an output of so many values.
+/// Returns the output that an operation on device memory leaves for so many values.
 fn on_device(
     engine: &Engine,
     device: &HostDevice,
@@ -283,7 +283,7 @@ fn a_device_that_fails_stops_all_ranks_with_its_name() {
 }
 
 #[test]
-fn a_device_nobody_knows_is_refused() {
+fn an_unknown_device_is_refused() {
     Cluster::new(&[1]).run(|_, engine| {
         let (_input, from) = HostDevice::new(3, 0).upload(&bytes(&[1.0]));
         let error = engine.submit(Request { input: from, ..sum("t", &[1.0]) }).unwrap_err();

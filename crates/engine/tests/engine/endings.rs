@@ -102,7 +102,7 @@ fn a_shutdown_interrupts_threads_that_wait() {
 }
 
 #[test]
-fn a_cut_link_fails_everybody_naming_a_rank_the_operation_and_the_tensor() {
+fn a_cut_link_fails_all_ranks_naming_a_rank_the_operation_and_the_tensor() {
     // EN-6. The data link from rank 1 to rank 2 breaks: rank 0 hears of it.
     let cut = |rank, link: farandole_transport::Link| match (rank, link.peer) {
         (Rank(1), Rank(2)) => cut_after(link, 10_000),
@@ -137,7 +137,7 @@ fn a_rank_that_vanishes_while_others_wait_is_named() {
     });
 }
 
-/// Who hears of a stall, and cannot cope.
+/// A listener to stalls that panics.
 struct Panics;
 
 impl Observer for Panics {
@@ -147,7 +147,7 @@ impl Observer for Panics {
 }
 
 #[test]
-fn a_panic_of_the_engines_own_thread_ends_what_nobody_waits_for_on_all_ranks() {
+fn a_panic_of_the_engines_own_thread_ends_operations_without_waiters_on_all_ranks() {
     let cluster = Cluster { observer: Arc::new(Panics), ..Cluster::new(&[2]) };
     let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(50)));
     cluster.run(|rank, engine| {

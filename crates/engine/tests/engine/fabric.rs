@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which way a batch takes where there is a communicator among devices: here one of hosts, over memory said to be on a
-//! device.
+//! Routes of batches with a communicator among devices: here one of hosts, over memory said to be on a device.
 #![expect(unsafe_code, reason = "memory of a device that is the host's")]
 
 use std::sync::Arc;
@@ -28,14 +27,14 @@ struct Loops {
     allowed: bool,
     /// Whether the first member finds no name.
     nameless: bool,
-    /// Whether members find out while forming that nobody may.
+    /// Whether members find out while forming that no communicator is possible.
     refused: bool,
-    /// How often one was asked for.
+    /// Number of times that a name was requested.
     names: AtomicUsize,
     /// Operations they had, and events those came after.
     operations: Arc<AtomicUsize>,
     events: Arc<AtomicUsize>,
-    /// What became of communicators, in order.
+    /// Ends of communicators, in order.
     ends: Arc<Mutex<Vec<String>>>,
 }
 
@@ -121,13 +120,13 @@ struct Kept(Memory);
 
 impl Room for Kept {
     fn buffer(&self) -> Buffer {
-        // SAFETY: whoever uses it keeps this.
+        // SAFETY: its users keep this.
         unsafe { Buffer::from_raw(self.0.address(), self.0.len(), Place::Device(0)) }
     }
 
     fn fetch(&self, to: &Buffer, reached: Option<&Arc<dyn Event>>, _: Stream) -> Result<()> {
         assert!(to.len() == self.0.len() && reached.is_none());
-        // SAFETY: both have so many bytes, which nobody else touches.
+        // SAFETY: both have so many bytes, which no other code touches.
         unsafe { std::ptr::copy(self.0.address(), to.address(), to.len()) };
         Ok(())
     }
@@ -289,7 +288,7 @@ fn where_members_find_out_while_forming_that_there_is_none_all_go_through_the_ho
     assert_eq!(*notes.0.lock(), ["2 ranks, told by 0", "0 was refused"], "only the first rank says it");
 }
 
-/// What a result holds that nobody has brought memory for.
+/// Returns a result without memory of the caller.
 fn fetched(device: &HostDevice, result: Completion) -> Vec<f32> {
     assert!(result.output.is_none(), "it is on the device");
     let room = result.room.unwrap();

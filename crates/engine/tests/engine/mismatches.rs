@@ -74,13 +74,13 @@ fn factors_reductions_and_roots() {
     assert!(roots.starts_with("Mismatched BROADCAST root ranks: "), "{roots}");
 }
 
-/// EN-3: nobody waits for the rest of a group that others know nothing of, or know in another way.
+/// EN-3: no rank waits for the rest of a group that others do not know, or know in another form.
 #[test]
 fn ranks_that_group_differently_are_all_told_at_once_in_whatever_they_wait_for() {
     let told = |groups: [&[&[&str]]; 3]| {
         for hosts in [&[1, 2][..], &[3], &[1, 1, 1]] {
             let texts = Cluster::new(hosts).run(|rank, engine| {
-                // Who submits late is told right there.
+                // A late submission gets the error at once.
                 let (mut handles, mut errors) = (Vec::new(), Vec::new());
                 for group in groups[rank as usize] {
                     let requests = group.iter().map(|name| sum(name, &[1.0]));

@@ -30,7 +30,7 @@ fn heard(hosts: &[u32]) -> (Cluster, Receiver<StallReport>) {
 }
 
 #[test]
-fn a_stall_is_reported_with_who_came_and_who_did_not_and_may_still_end_well() {
+fn a_stall_is_reported_with_present_and_missing_ranks_and_may_still_end_well() {
     let (cluster, stalls) = heard(&[2, 2, 1]);
     let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
     let stalls = parking_lot::Mutex::new(stalls);
@@ -100,7 +100,7 @@ fn a_stall_beyond_the_shutdown_time_stops_all_ranks() {
 }
 
 #[test]
-fn those_who_are_missing_tell_what_they_wait_in_instead_and_where() {
+fn missing_ranks_report_the_operation_and_the_place_in_which_they_wait() {
     let (cluster, stalls) = heard(&[1, 2, 1]);
     let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));
     let stalls = parking_lot::Mutex::new(stalls);
@@ -133,7 +133,7 @@ fn one_of_two_meetings(rank: u32) -> Request {
 }
 
 #[test]
-fn ranks_that_wait_in_different_meetings_are_told_that_and_may_still_meet() {
+fn ranks_that_wait_in_different_meetings_get_a_report_and_may_still_meet() {
     for hosts in [&[2][..], &[1, 2], &[2, 2]] {
         let (cluster, stalls) = heard(hosts);
         let cluster = cluster.with(|settings| {
@@ -165,7 +165,7 @@ fn ranks_that_wait_in_different_meetings_are_told_that_and_may_still_meet() {
 }
 
 #[test]
-fn ranks_that_stay_in_different_meetings_all_hear_who_waits_where() {
+fn ranks_that_stay_in_different_meetings_all_get_the_meeting_of_each_rank() {
     for hosts in [&[3][..], &[1, 2], &[2, 1, 2]] {
         let cluster = Cluster::new(hosts).with(|settings| {
             settings.stall_check = Some(Duration::from_millis(50));
@@ -205,7 +205,7 @@ fn a_meeting_that_some_are_late_for_or_compute_before_is_no_parting_of_ways() {
 }
 
 #[test]
-fn those_who_have_joined_wait_for_those_who_have_not_and_the_report_says_so() {
+fn joined_ranks_wait_for_the_others_and_the_report_says_so() {
     for hosts in [&[2][..], &[1, 2]] {
         let (cluster, stalls) = heard(hosts);
         let cluster = cluster.with(|settings| settings.stall_check = Some(Duration::from_millis(100)));

@@ -49,7 +49,7 @@ fn threads_wait_for_each_others_handles_in_any_order() {
 }
 
 #[test]
-fn asynchronous_operations_complete_though_nobody_waits() {
+fn asynchronous_operations_complete_without_a_waiter() {
     for real in [false, true] {
         Cluster { real, ..Cluster::new(&[2]) }.run(|_, engine| {
             for round in 0..50 {

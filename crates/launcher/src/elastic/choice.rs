@@ -13,8 +13,8 @@ use super::slurm::Slurm;
 use crate::allocation::{Allocation, Here, Surroundings as _};
 use crate::hosts::HostSlots;
 
-/// The program that the configuration names, else a host file, else the hosts that were named, else those of the batch
-/// system, else this host with `slots`.
+/// Returns the program that the configuration names, else a host file, else the hosts that were named, else those of
+/// the batch system, else this host with `slots`.
 pub fn chosen(
     config: &Config,
     hostfile: Option<PathBuf>,

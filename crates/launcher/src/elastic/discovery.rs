@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::hosts::{HostSlots, parse_hostfile};
 
-/// Tells a search that nobody waits for it any more.
+/// Tells a search that its result is not needed any more.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
@@ -19,7 +19,7 @@ impl Stop {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether the search may end without an answer.
+    /// Returns whether the search may end without an answer.
     pub fn is_stopped(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -27,14 +27,14 @@ impl Stop {
 
 /// Finds the present hosts. It is called every second, on its own thread.
 pub trait Discovery: Send {
-    /// The hosts there are now with their slots, in the order of ranks.
+    /// Returns the hosts there are now with their slots, in the order of ranks.
     ///
     /// # Errors
-    /// Why they could not be found, in a sentence that names what was asked. The first time this ends the job, later
-    /// the hosts found last stay.
+    /// The reason why they could not be found, in a sentence that names the source. The first time this ends the job,
+    /// later the hosts found last stay.
     fn find(&mut self, stop: &Stop) -> Result<Vec<HostSlots>, String>;
 
-    /// Whether the answer never changes.
+    /// Returns whether the answer never changes.
     fn is_fixed(&self) -> bool {
         false
     }
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_file_is_read_anew_each_time() {
+    fn a_host_file_is_read_again_each_time() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut discovery = HostFile(file.path().to_owned());
         std::fs::write(file.path(), "a slots=2\n").unwrap();

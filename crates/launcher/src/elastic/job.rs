@@ -22,19 +22,19 @@ use crate::error::{Error, Result};
 use crate::report::Report;
 use crate::work::Work;
 
-/// How often the caller's wish is looked at.
+/// Interval at which the caller is asked whether to stop.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long a host whose agent fell silent may take to come back with its last words.
+/// Longest time in which a host whose agent fell silent must return with its last messages.
 const SILENT: Duration = Duration::from_secs(2);
-/// How long a host may take to end workers that were told to.
+/// Longest time in which a host must end its workers.
 const ENDING: Duration = Duration::from_secs(20);
-/// How long one that may go takes to do so while the job continues: its script has things to write.
+/// Longest time in which a dismissed worker must end while the job continues: its script may have to write files.
 const LEAVING: Duration = Duration::from_secs(120);
 
 /// The program to run while workers come and go.
 #[derive(Clone, Debug)]
 pub struct ElasticJob {
-    /// How many workers, and when to give up.
+    /// Number of workers, and the limits of the job.
     pub elastic: Elastic,
     /// The program of each worker.
     pub work: Work,
@@ -65,8 +65,8 @@ pub enum Happening<'a> {
 type Heard<'a> = dyn Fn(Happening<'_>) + 'a;
 
 impl ElasticJob {
-    /// What the configuration asks for, for a first world of `num_proc`; with spares and no largest number, that many is
-    /// the largest number.
+    /// Returns the rules of the configuration for a first world of `num_proc`. With spares and without a maximum,
+    /// `num_proc` is the maximum.
     ///
     /// # Errors
     /// `Usage` for numbers that contradict each other, by their flags.
@@ -124,7 +124,7 @@ impl ElasticJob {
         if fixed {
             self.check_slots(&found)?;
             if found.only_here() {
-                // Nobody else needs to reach it.
+                // No other process needs to connect to it.
                 options.host = Some("127.0.0.1".to_owned());
                 options.bind = String::new();
             }
@@ -171,7 +171,7 @@ fn of_registrar(source: farandole_registrar::Error) -> Error {
     Error::Begin { source: Box::new(source) }
 }
 
-/// The hosts there are at first; `None` when the caller no longer wants to know.
+/// Returns the hosts there are at first; `None` when the caller no longer wants to know.
 fn first(watch: &Watch, wish: &dyn Fn() -> Wish) -> Result<Option<Found>> {
     loop {
         match watch.next(SLICE) {
@@ -190,13 +190,13 @@ struct Conduct<'a> {
     heard: &'a Heard<'a>,
     crew: Crew<'a>,
     found: Found,
-    /// Where each worker was started.
+    /// Host of each worker.
     hosts: BTreeMap<u32, String>,
     /// Whether agents of this host are separate processes, which continue without this one.
     lasting: bool,
     /// Workers of an earlier launcher whose ends are not known.
     adopted: BTreeSet<u32>,
-    /// How long these may take to hear that the job is over, and to report their ends.
+    /// Longest time in which agents must hear that the job is over and report their workers' ends.
     hearing: Duration,
     tally: Tally,
     /// Workers that were told to end, and when.
@@ -334,7 +334,7 @@ impl Conduct<'_> {
 
     fn end(&mut self, task: u32, reason: &str) {
         self.ending.insert(task, Instant::now());
-        // Agents on other hosts hear of it from the registrar.
+        // Agents on other hosts get it from the registrar.
         if let Some(agent) = self.crew.agents.get(&task) {
             agent.cancel(reason);
         }
@@ -352,7 +352,7 @@ impl Conduct<'_> {
         (self.heard)(Happening::Loss(&format!("{who} {reason}")));
     }
 
-    /// Has everybody end who is still there.
+    /// Ends all workers that still run.
     fn over(&mut self) {
         self.over_at.get_or_insert_with(Instant::now);
         for (task, agent) in &self.crew.agents {
@@ -379,7 +379,7 @@ impl Conduct<'_> {
         }
     }
 
-    /// Ends connections to hosts of whom nothing will be heard any more.
+    /// Ends connections to hosts that will send nothing any more.
     fn give_up(&mut self) {
         let now = Instant::now();
         let passed = |since: Option<&Instant>, limit| since.is_some_and(|since| now >= *since + limit);
@@ -401,7 +401,7 @@ impl Conduct<'_> {
             return;
         }
         self.wish = wish;
-        // Nobody wants the job any more, also if this process is killed while the workers end.
+        // The job is not wanted any more, also if this process is killed while the workers end.
         self.registrar.end_journal();
         self.crew.follow(wish);
         // Agents of an earlier launcher have no connection but the one to the registrar.

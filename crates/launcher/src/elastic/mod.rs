@@ -3,9 +3,9 @@
 
 //! Elastic jobs: workers come and go while the job runs.
 //!
-//! Owns the search for hosts and the execution of what the registrar decides: it starts and ends agents, and tells the
-//! registrar which hosts there are and which could not be reached. Refuses to decide who is in, who waits and who is
-//! out: that is the registrar's.
+//! Owns the search for hosts and the execution of what the registrar decides: it starts and ends agents, and tells
+//! the registrar which hosts there are and which could not be reached. It does not decide which workers are members,
+//! which wait and which are out: the registrar does.
 //!
 //! ```text
 //! Discovery --every second--> Watch --hosts that changed--> Registrar

@@ -16,16 +16,16 @@ use crate::guard::Guard;
 use crate::spawn::spawn;
 use crate::worker::{kill_group, pid_of, wait_without_reaping};
 
-/// How often it is asked whether the answer is still wanted.
+/// Interval at which the caller is asked whether the answer is still wanted.
 const SLICE: Duration = Duration::from_millis(50);
-/// How long the last of the output may take once the program and all that it started have ended.
+/// Longest time for the rest of the output after the program and all its children have ended.
 const DRAIN: Duration = Duration::from_secs(1);
 /// Bytes of the output that are read.
 const MOST: u64 = 4 << 20;
 /// Bytes of stderr that a failure tells.
 const WORDS: usize = 2000;
 
-/// How a program ended.
+/// The outcome of a program.
 #[derive(Debug)]
 pub(super) struct Answer {
     /// Its exit code; `None` after a signal.
@@ -66,7 +66,7 @@ fn watched(child: &mut Child, limit: Duration, stop: &Stop) -> Result<Outputs, S
     let outputs = (collected(child.stdout.take())?, collected(child.stderr.take())?);
     thread(move || {
         wait_without_reaping(group);
-        // Nobody listens once the time has passed.
+        // There is no receiver once the time has passed.
         let _gone = sender.send(());
     })?;
     let ended = loop {
@@ -88,7 +88,7 @@ fn collected(stream: Option<impl Read + Send + 'static>) -> Result<mpsc::Receive
     let mut stream = stream.ok_or("has no pipe")?;
     thread(move || {
         let mut bytes = Vec::new();
-        // What came before a failure counts; the rest is read so that the program can continue.
+        // Output before a failure counts; the rest is read so that the program can continue.
         drop(stream.by_ref().take(MOST).read_to_end(&mut bytes));
         drop(std::io::copy(&mut stream, &mut std::io::sink()));
         drop(sender.send(bytes));

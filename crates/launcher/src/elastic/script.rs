@@ -17,7 +17,7 @@ pub struct Script {
     pub command: String,
     /// Slots of a host that is printed without a number.
     pub slots_per_host: Option<u32>,
-    /// How long it may take.
+    /// Longest time of one run of the script.
     pub limit: Duration,
 }
 
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_script_that_hangs_is_killed_with_all_that_it_started() {
-        // EL-2. The pipe ends only once nobody holds it.
+        // EL-2. The pipe ends only when no process holds it.
         let mut hanging = Script { limit: Duration::from_millis(300), ..script("sleep 600 & sleep 600") };
         let began = Instant::now();
         let error = found(&mut hanging).unwrap_err();
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_script_that_nobody_waits_for_is_killed() {
+    fn a_script_without_a_waiter_is_killed() {
         let stop = Stop::default();
         stop.stop();
         let began = Instant::now();

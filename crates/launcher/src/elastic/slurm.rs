@@ -20,7 +20,7 @@ const UNUSABLE: [&str; 8] =
 pub struct Slurm {
     /// The job's nodes and their slots.
     pub nodes: Vec<HostSlots>,
-    /// How long the controller may take to answer.
+    /// Longest time for an answer of the controller.
     pub limit: Duration,
 }
 
@@ -37,13 +37,13 @@ impl Discovery for Slurm {
     }
 }
 
-/// Those of the nodes that a listing shows in a state to work in.
+/// Returns the nodes that a listing shows in a usable state.
 fn usable(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
     let up: Vec<&str> = listing.lines().filter_map(up).collect();
     nodes.iter().filter(|node| up.contains(&node.host.as_str())).cloned().collect()
 }
 
-/// The node of a line, if it is up.
+/// Returns the node of a line, if it is up.
 fn up(line: &str) -> Option<&str> {
     let value = |key: &str| line.split_whitespace().find_map(|word| word.strip_prefix(key));
     let (name, state) = (value("NodeName=")?, value("State=")?);

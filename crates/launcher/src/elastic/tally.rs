@@ -11,7 +11,7 @@ use farandole_world::{Rank, World};
 use crate::agent::Outcome;
 use crate::report::Report;
 
-/// How the job ended.
+/// The outcome of the job.
 #[derive(Debug)]
 enum End {
     Finished,
@@ -68,7 +68,7 @@ impl Tally {
         self.end.get_or_insert(End::Failed(verdict, rank));
     }
 
-    /// The result of the job: the ends of the last world's members by rank, or a failure.
+    /// Returns the result of the job: the ends of the last world's members by rank, or a failure.
     pub(super) fn report(mut self, interrupted: bool) -> Report {
         let outcomes = match self.end.take() {
             Some(End::Finished) => {
@@ -82,7 +82,7 @@ impl Tally {
         Report { outcomes, interrupted }
     }
 
-    /// The known end of every member of the last world, by rank.
+    /// Returns the known end of every member of the last world, by rank.
     fn members(&mut self, change: impl Fn(Outcome) -> Outcome) -> Vec<Outcome> {
         let Some(world) = self.world.take() else { return Vec::new() };
         let size = world.size();
@@ -136,7 +136,7 @@ mod tests {
         Exit { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
     }
 
-    /// A tally of a world of these tasks, by rank.
+    /// Returns a tally of a world of these tasks, by rank.
     fn tally(tasks: &[u32]) -> Tally {
         let place = |task: &u32| TaskPlace { task: TaskId(*task), host: HostHash("a".to_owned()) };
         let places: Vec<TaskPlace> = tasks.iter().map(place).collect();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_nobody_failed_in_is_still_a_failure() {
+    fn a_job_without_a_failed_worker_is_still_a_failure() {
         let mut late = Tally::default();
         late.aborted(verdict(None), None);
         let report = late.report(false);

@@ -13,22 +13,22 @@ use crate::error::{Error, Result};
 use crate::hosts::HostSlots;
 use crate::near::are_here;
 
-/// How often hosts are looked for.
+/// Interval of the search for hosts.
 const PERIOD: Duration = Duration::from_secs(1);
-/// How long a search that is no longer needed is waited for.
+/// Longest time to wait for a search that is no longer needed.
 const ENDING: Duration = Duration::from_secs(2);
 
 /// Hosts that were found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Those with slots, in the order of ranks.
+    /// Hosts with slots, in the order of ranks.
     pub(super) hosts: Vec<HostSlots>,
     /// For every name that was ever found, whether it means this host.
     pub(super) here: BTreeMap<String, bool>,
 }
 
 impl Found {
-    /// Whether all hosts are this one.
+    /// Returns whether all hosts are this one.
     pub(super) fn only_here(&self) -> bool {
         self.hosts.iter().all(|host| self.is_here(&host.host))
     }
@@ -62,7 +62,7 @@ impl Watch {
         Ok(Self { stop, wake, found })
     }
 
-    /// The next change, or why there was none at first; `None` when `timeout` passes.
+    /// Returns the next change, or why there was none at first; `None` when `timeout` passes.
     pub(super) fn next(&self, timeout: Duration) -> Option<std::result::Result<Found, String>> {
         self.found.recv_timeout(timeout).ok()
     }
@@ -73,7 +73,7 @@ impl Drop for Watch {
         self.stop.stop();
         // A thread that is gone needs no waking.
         let _gone = self.wake.send(());
-        // The thread's end closes the channel. A search that is somebody else's code may not end.
+        // The thread's end closes the channel. A search that runs foreign code may not end.
         while let Ok(_late) = self.found.recv_timeout(ENDING) {}
     }
 }
@@ -114,7 +114,7 @@ impl Looking {
         }
     }
 
-    /// The present hosts, if they have changed.
+    /// Returns the present hosts, if they have changed.
     fn changed(&mut self, mut hosts: Vec<HostSlots>) -> Option<Found> {
         hosts.retain(|host| host.slots > 0);
         if hosts == self.last.hosts {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn only_changes_are_told_and_a_failure_is_none() {
+    fn only_changes_are_reported_and_a_failure_is_none() {
         // EL-1.
         let one = hosts(&["localhost"]);
         let two = hosts(&["localhost", "127.0.0.1"]);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_failure_is_told() {
+    fn a_first_failure_is_reported() {
         let watch = Watch::start(Box::new(Played(vec![Err("no".to_owned())]))).unwrap();
         assert_eq!(watch.next(LONG).unwrap().unwrap_err(), "no");
     }

@@ -26,7 +26,7 @@ pub(crate) struct Converted {
     pub(crate) shape: Vec<u64>,
 }
 
-/// Where a column comes from, for messages, and what to do about what is missing in it.
+/// The origin of a column, for messages, and the remedy for missing values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin<'a> {
     pub(crate) column: &'a str,
@@ -56,7 +56,8 @@ impl Origin<'_> {
         cast(array, to).map_err(|source| self.arrow(source))
     }
 
-    /// How many rows of `values` have the places `at`, and the first of them; every row has `per_row` values.
+    /// Returns the number of rows of `values` at the places `at`, and the first of them; every row has `per_row`
+    /// values.
     fn rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
         let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
         rows.dedup();
@@ -87,7 +88,7 @@ impl Origin<'_> {
         }
     }
 
-    /// The array with its nulls filled.
+    /// Returns the array with its nulls filled.
     fn filled(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
         let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
             return Ok(Arc::clone(array));
@@ -100,7 +101,8 @@ impl Origin<'_> {
         zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow(source))
     }
 
-    /// The fill as one value of a type; `None` without one, and where one that is meant for all columns is none here.
+    /// Returns the fill as one value of a type; `None` without one, and where one that is meant for all columns is
+    /// none here.
     fn value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
         let Some((text, named)) = self.fill else { return Ok(None) };
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
@@ -175,7 +177,7 @@ pub(crate) fn convert(origin: Origin<'_>, array: &ArrayRef, shape: Option<&[u64]
     }
 }
 
-/// Whether it is a Spark ML vector as it arrives in Arrow.
+/// Returns whether it is a Spark ML vector as it arrives in Arrow.
 pub(crate) fn is_vector(kind: &DataType) -> bool {
     matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR))
 }
@@ -345,7 +347,7 @@ fn vectors(origin: Origin<'_>, array: &StructArray, shape: Option<&[u64]>) -> Re
     pack(origin, bytes, Element::Float64, vec![length], per_row.saturating_mul(8), array.len())
 }
 
-/// Rows of `width` bytes as fixed-size binary.
+/// Returns the rows of `width` bytes as fixed-size binary.
 fn pack(
     origin: Origin<'_>,
     bytes: Buffer,
@@ -357,7 +359,7 @@ fn pack(
     if width == 0 && rows > 0 {
         return Err(Error::Type { column: origin.column.to_owned(), found: "rows of no values".to_owned() });
     }
-    // A batch without rows does not know its width; whoever keeps it takes the width of another batch.
+    // A batch without rows does not know its width; its keeper takes the width of another batch.
     let size = i32::try_from(width.max(1)).map_err(|_| Error::Type {
         column: origin.column.to_owned(),
         found: format!("rows of {width} bytes"),
@@ -366,7 +368,7 @@ fn pack(
     Ok(Converted { array: Arc::new(array), element, shape })
 }
 
-/// The bytes of a primitive or fixed-size binary array, and the width of a row.
+/// Returns the bytes of a primitive or fixed-size binary array, and the width of a row.
 pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
     let data = array.to_data();
     let width = match data.data_type() {

@@ -26,7 +26,7 @@ const BYTE_STREAM_SPLIT: i64 = 9;
 /// Bytes of a page beyond what its values and levels can take.
 const SLACK: usize = 64 << 10;
 
-/// What stops a chunk from being decoded here.
+/// The reason why a chunk cannot be decoded here.
 pub(crate) enum Trouble {
     /// The library can do it.
     Unsupported,
@@ -38,7 +38,7 @@ pub(crate) enum Trouble {
     Fetch(Error),
 }
 
-/// How deep values are.
+/// Depth of values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Levels {
     /// Definition level of a value.
@@ -51,19 +51,19 @@ pub(crate) struct Levels {
     pub(crate) length: usize,
 }
 
-/// What to decode.
+/// The chunk to decode.
 pub(crate) struct Chunk<'a> {
     pub(crate) compression: Compression,
     pub(crate) bytes: Range<u64>,
     /// Entries of the whole chunk.
     pub(crate) total: usize,
-    /// Which of them are wanted.
+    /// The wanted rows.
     pub(crate) wanted: Range<usize>,
     pub(crate) stored: Stored,
     pub(crate) levels: Levels,
-    /// Where pages are, when not all are at hand.
+    /// Places of pages, if not all are at hand.
     pub(crate) spots: Option<&'a Spots>,
-    /// What a null becomes, as bytes of a value.
+    /// Replacement of a null, as bytes of a value.
     pub(crate) fill: &'a [u8],
     /// Bytes that a page may take.
     pub(crate) most: usize,
@@ -156,7 +156,7 @@ fn page(
     if header.kind == PageKind::Other {
         return Ok(0);
     }
-    // Nothing a damaged header says may cost more memory than the values it is about.
+    // No damaged header may cost more memory than its values.
     let most = chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.width()) + 8) + SLACK;
     if header.entries > chunk.total || header.uncompressed > most {
         return Err(broken("a page claims more than its chunk can hold"));

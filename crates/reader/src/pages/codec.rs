@@ -26,7 +26,7 @@ impl Codec {
         }
     }
 
-    /// Whether pages come as they are.
+    /// Returns whether pages come as they are.
     pub(crate) fn is_none(&self) -> bool {
         matches!(self, Self::None)
     }

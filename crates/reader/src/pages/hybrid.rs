@@ -108,7 +108,7 @@ fn eights(bytes: &[u8], width: u32, out: &mut [u32]) -> usize {
     by_width!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32)
 }
 
-/// As [`eights`]: with the width known, every load and shift is.
+/// Like [`eights`]: with the width known, every load and shift is.
 fn of_width<const WIDTH: usize>(bytes: &[u8], out: &mut [u32]) -> usize {
     let mask = u64::MAX >> (64 - WIDTH);
     let mut done = 0;

@@ -11,7 +11,7 @@ use parquet::file::metadata::ColumnChunkMetaData;
 
 use crate::pages::thrift::{PageKind, Wrong, offset_index, page_header};
 
-/// What is read in the hope that a header is in it.
+/// Bytes read in the hope that a header is in them.
 const WINDOW: u64 = 512;
 
 /// A header longer than this is none.
@@ -44,7 +44,7 @@ impl Spots {
     }
 }
 
-/// Why pages cannot be found.
+/// The reason why pages cannot be found.
 pub(crate) enum Lost {
     /// The store.
     Store(farandole_store::Error),

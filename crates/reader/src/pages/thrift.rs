@@ -2,12 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Page headers and offset indexes, in Thrift's compact protocol. The library reads them only together with whole
-//! pages; who wants to skip pages needs the headers alone.
+//! pages; to skip pages, the headers alone are needed.
 
-/// Structures deeper than this are nobody's page header.
+/// Structures deeper than this are no page header.
 const DEEP: u32 = 16;
 
-/// What a page says about itself.
+/// The kind of a page, from its header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageKind {
     /// Values that data pages point at.
@@ -34,7 +34,7 @@ pub(crate) struct PageHeader {
     pub(crate) repetition_encoding: i64,
 }
 
-/// Where a page is, in an offset index.
+/// The place of a page, in an offset index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) offset: u64,
@@ -42,7 +42,7 @@ pub(crate) struct Location {
     pub(crate) first_row: u64,
 }
 
-/// Why bytes are no header.
+/// The reason why bytes are no header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wrong {
     /// They end too early.

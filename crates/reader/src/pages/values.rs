@@ -11,7 +11,7 @@ use crate::pool::{Value, room, typed, typed_mut};
 /// Indices that are unpacked at a time: they stay in the first cache.
 const BLOCK: usize = 512;
 
-/// How values are stored, and what they become.
+/// The storage of values, and their type after decoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stored {
     /// A bit, which becomes a byte.
@@ -151,7 +151,7 @@ impl Dictionary {
     }
 }
 
-/// Where looked-up values go, in order.
+/// The target of looked-up values, in order.
 trait Target {
     fn same(&mut self, at: usize, count: usize, index: usize);
     fn each(&mut self, at: usize, indices: &[u32]);

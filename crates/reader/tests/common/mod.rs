@@ -15,7 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use farandole_store::{Options, Store, configure};
 
-/// What the bucket does with a request for a file.
+/// The bucket's reaction to a request for a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mood {
     /// Answers.

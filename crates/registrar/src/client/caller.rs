@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Whose connection comes over the loopback, as the kernel's table of connections tells: the loopback is open to all users
+//! The user behind a loopback connection, from the kernel's table of connections: the loopback is open to all users
 //! of a host, and a door that leads to another host is for one of them.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,8 +9,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 /// Connections over IPv4 of this network namespace.
 const TABLE: &str = "/proc/net/tcp";
 
-/// Whether a connection to `door`, which this process listens on, was made by the user of this process. Where the kernel
-/// shows no table nobody is turned away: ranks prove the job's key to each other in any case.
+/// Returns whether a connection to `door`, which this process listens on, was made by the user of this process. If
+/// the kernel shows no table, no caller is refused: ranks prove the job's key to each other in any case.
 pub(super) fn is_own(door: SocketAddr, caller: SocketAddr) -> bool {
     std::fs::read_to_string(TABLE).map_or(true, |table| is_own_in(&table, door, caller))
 }
@@ -20,7 +20,7 @@ fn is_own_in(table: &str, door: SocketAddr, caller: SocketAddr) -> bool {
     owner.is_some() && owner == user(table, caller, door)
 }
 
-/// The user of the socket with these two ends.
+/// Returns the user of the socket with these two ends.
 fn user(table: &str, own: SocketAddr, other: SocketAddr) -> Option<&str> {
     let (own, other) = (hex(own)?, hex(other)?);
     table.lines().find_map(|line| {
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_this_user_are_told_from_those_of_others() {
+    fn connections_of_this_user_are_distinguished_from_those_of_others() {
         let row = |own: SocketAddr, other: SocketAddr, state: &str, user: u32| {
             let (own, other) = (hex(own).unwrap(), hex(other).unwrap());
             format!(

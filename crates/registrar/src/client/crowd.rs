@@ -19,7 +19,7 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// The most memory this process has had, in bytes.
+/// Returns the most memory this process has had, in bytes.
 fn most_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
@@ -88,7 +88,7 @@ fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
     }
     let assigned = started.elapsed();
     assert_eq!(registrar.assignment().unwrap().size(), tasks as usize);
-    // Longer than an agent may be silent: whoever is not heard beating is lost by the end of it.
+    // Longer than an agent may be silent: an agent without heartbeats is lost by the end of it.
     let deadline = Instant::now() + silence + Duration::from_secs(1);
     while Instant::now() < deadline {
         for event in registrar.events(deadline).unwrap().records {

@@ -20,7 +20,7 @@ use crate::tls::{Pinned, SERVER_NAME};
 const STAGGER: Duration = Duration::from_millis(250);
 /// The longest one address may take.
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
-/// Rounds over all addresses that all end in a plain no before nobody is believed to be there.
+/// Rounds over all addresses that must all be refused before the registrar counts as gone.
 const ROUNDS: u32 = 4;
 
 /// Bytes of links that may be on their way here, on one connection: each has room of its own.
@@ -32,8 +32,8 @@ struct Failure {
     passing: bool,
 }
 
-/// Connects to whichever address answers first with the right certificate; asks again until `deadline`, or until
-/// every address has said a plain no several times.
+/// Connects to the first address that answers with the right certificate; tries again until `deadline`, or until
+/// every address has refused several times.
 pub(super) async fn dial(ticket: &Ticket, deadline: Instant) -> Result<(Channel, String)> {
     let started = Instant::now();
     let mut pause = Duration::from_millis(100);
@@ -124,7 +124,7 @@ pub(super) async fn again(ticket: &Ticket, address: &str) -> Result<Channel> {
     }
 }
 
-/// Whether the registrar with this certificate answers at an address.
+/// Returns whether the registrar with this certificate answers at an address.
 pub(super) async fn answers(address: &str, fingerprint: Fingerprint) -> bool {
     connect(address, fingerprint, false).await.is_ok()
 }

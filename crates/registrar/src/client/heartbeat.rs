@@ -23,9 +23,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect again.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// How many times as long a registrar is waited for whose process is stopped.
+/// Factor by which a registrar is awaited longer if its process is stopped.
 const STOPPED: u32 = 8;
-/// How long its kernel may take to say that somebody listens.
+/// Longest time for its kernel to accept a connection.
 const KNOCK: Duration = Duration::from_secs(1);
 /// The least time that an attempt to connect has.
 const ATTEMPT: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub(super) struct Watch {
     pub(super) fingerprint: Fingerprint,
     pub(super) session: u64,
     pub(super) offer: Offer,
-    /// How long the registrar may be gone.
+    /// Longest outage of the registrar.
     pub(super) patience: Duration,
     /// Cancelled when the registrar is given up.
     pub(super) lost: Cancel,
@@ -56,7 +56,7 @@ impl Watch {
         let Self { caller, address, fingerprint, session, offer, patience, lost } = self;
         let mut on_end = Some(on_end);
         let mut heard = Instant::now();
-        // Whether nobody has listened at some time since then.
+        // Whether no process has listened at some time since then.
         let mut ended = false;
         loop {
             // An attempt to connect may take seconds, and must not make the patience longer.
@@ -68,7 +68,7 @@ impl Watch {
                     "it closed the connection".to_owned()
                 }
                 Err(status) => {
-                    // Nobody listens if this fails at once; a process that is stopped is not asked more often for that.
+                    // If this fails at once, no process listens; a stopped process is not asked more often for that.
                     ended = ended || (began.elapsed() < KNOCK && is_refused(&address).await);
                     status.message().to_owned()
                 }
@@ -80,7 +80,7 @@ impl Watch {
                 lost.cancel();
                 if let Some(on_end) = on_end.take() {
                     let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
-                    // The driver may be back by the time that somebody asks again.
+                    // The driver may be back by the next question.
                     on_end(Verdict { reason, cause: None, retry: true });
                 }
                 return;
@@ -93,16 +93,17 @@ impl Watch {
     }
 }
 
-/// Whether nobody listens at an address.
+/// Returns whether no process listens at an address.
 async fn is_refused(address: &str) -> bool {
     let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
     let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
     knock.await.is_ok_and(|answer| answer.err().is_some_and(refused))
 }
 
-/// Whether the registrar may still live. For a process that is stopped, the kernel accepts connections, on which nobody
-/// speaks then. For one that has ended, and for a host that is gone or cut off, nobody accepts them, unless another process
-/// has its port: that one has another certificate or none, or is silent and came after the registrar had `ended`.
+/// Returns whether the registrar may still live. For a stopped process, the kernel accepts connections, which then
+/// stay silent. For a process that has ended, and for a host that is gone or cut off, connections are not accepted,
+/// unless another process has the port: that one has another certificate or none, or is silent and came after the
+/// registrar had `ended`.
 async fn may_live(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
     let knock = tokio::time::timeout(KNOCK, tokio::net::TcpStream::connect(address));
     if !knock.await.is_ok_and(|answer| answer.is_ok()) {
@@ -223,7 +224,7 @@ mod tests {
         }
     }
 
-    /// How long an agent waits for a registrar that is killed, and in whose place `stranger` listens then.
+    /// Measures how long an agent waits for a registrar that is killed, and in whose place `stranger` listens then.
     fn waited<T>(stranger: impl FnOnce(TcpListener) -> T) -> Duration {
         let registrar = registrar(0);
         let way = Way::to(&registrar);
@@ -248,7 +249,7 @@ mod tests {
         lasted
     }
 
-    /// Another process takes the port, once nobody has it.
+    /// Another process takes the port, once it is free.
     fn instead(listener: TcpListener) -> TcpListener {
         let address = listener.local_addr().unwrap();
         drop(listener);

@@ -129,7 +129,7 @@ impl Client {
     }
 }
 
-/// The awaited world.
+/// Returns the awaited world.
 fn late(missing: &wire::Missing) -> String {
     let ranks: Vec<String> = missing.ranks.iter().map(ToString::to_string).collect();
     let s = if missing.count == 1 { "" } else { "s" };
@@ -144,7 +144,7 @@ fn closed() -> Error {
     Error::Closed { what: "the connection to the registrar" }
 }
 
-/// A reply put together from its pieces.
+/// Returns a reply put together from its pieces.
 async fn whole(mut pieces: Streaming<wire::MeetReply>) -> std::result::Result<Response<What>, Status> {
     let mut cards = BytesMut::new();
     while let Some(piece) = pieces.message().await? {

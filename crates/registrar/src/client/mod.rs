@@ -47,14 +47,14 @@ use crate::wire::{DISMISSED, GENERATION, PROTOCOL, PROTOCOL_VERSION, RETRY, TASK
 
 /// The longest a call waits at the registrar before it is made again.
 const POLL: Duration = Duration::from_secs(30);
-/// How long a call that may be repeated is repeated when the connection breaks.
+/// Longest time for which a repeatable call is repeated after the connection breaks.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes in a piece of a result.
 const CHUNK: usize = 1 << 20;
 /// Longest line of output that is sent in one piece.
 const MAX_LINE: usize = 64 << 10;
 
-/// Ends the waits of whoever holds a clone, from any thread.
+/// Ends the waits of all clones, from any thread.
 #[derive(Clone, Debug)]
 pub struct Cancel(Arc<watch::Sender<bool>>);
 
@@ -119,7 +119,7 @@ struct Inner {
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// The receiver of news of hosts.
     changes: Mutex<Option<JoinHandle<()>>>,
-    /// How long a call is repeated while the connection is broken, in milliseconds.
+    /// Time for which a call is repeated while the connection is broken, in milliseconds.
     patience: AtomicU64,
     made_in: u32,
 }
@@ -133,11 +133,11 @@ pub struct Client {
 static OF_PROCESS: Mutex<Option<(u32, String, Client)>> = Mutex::new(None);
 
 impl Client {
-    /// The connection of the worker that this process is, made on first use and shared from then on; `None` in a
-    /// process that no launcher started.
+    /// Returns the connection of the worker that this process is, made on first use and shared from then on; `None`
+    /// in a process that no launcher started.
     ///
     /// # Errors
-    /// As [`Client::connect`]; `Ticket` when the environment holds none that parses.
+    /// Like [`Client::connect`]; `Ticket` when the environment holds none that parses.
     pub fn of_process(config: &Config, deadline: Instant) -> Result<Option<Self>> {
         if config.job.is_empty() {
             return Ok(None);
@@ -151,7 +151,8 @@ impl Client {
             return Ok(Some(client.clone()));
         }
         if slot.as_ref().is_some_and(|(made_in, ..)| *made_in != pid) {
-            // Its tasks run in the parent: ending them from a fork may wait for a lock that nobody here will release.
+            // Its tasks run in the parent: ending them from a fork may wait for a lock that no thread of the fork
+            // will release.
             std::mem::forget(slot.take());
         }
         let ticket: Ticket = config.job.parse()?;
@@ -177,7 +178,7 @@ impl Client {
         Self::connect_or_cancel(ticket, task, generation, deadline, Cancel::new())
     }
 
-    /// As [`Client::connect`]; `cancel` ends this call and every later one.
+    /// Like [`Client::connect`]; `cancel` ends this call and every later one.
     ///
     /// # Errors
     /// `Unreachable` with the reason at each address, `Closed` once cancelled.
@@ -255,7 +256,7 @@ impl Client {
         self.inner.caller.task
     }
 
-    /// The address of this host from which the registrar is reached: where peers most likely reach this host.
+    /// Returns the address of this host from which the registrar is reached: where peers most likely reach this host.
     pub fn local_address(&self) -> Option<IpAddr> {
         let target = self.inner.address.to_socket_addrs().ok()?.next()?;
         let any = if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
@@ -294,10 +295,10 @@ impl Client {
         self.await_world(deadline, "tasks to register")
     }
 
-    /// As [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
+    /// Like [`Client::await_assignment`] where tasks are ranks, which a `Timeout` then names.
     ///
     /// # Errors
-    /// As [`Client::await_assignment`].
+    /// Like [`Client::await_assignment`].
     pub fn await_ranks(&self, deadline: Instant) -> Result<World> {
         self.await_world(deadline, "ranks to come")
     }
@@ -340,8 +341,8 @@ impl Client {
         Ok(())
     }
 
-    /// Publishes `value` under `key` of this generation unless it has one, and returns what it holds: `value` exactly
-    /// when nobody else was first. Repeating it changes nothing.
+    /// Publishes `value` under `key` of this generation unless it has one, and returns its value: `value` exactly if
+    /// no other caller was first. Repeating it changes nothing.
     ///
     /// # Errors
     /// `Refused` for an oversized key or value, `Aborted`, `Lost`.
@@ -444,7 +445,7 @@ impl Client {
         Ok(())
     }
 
-    /// Reports how the worker ended. After a failure, waits for the verdict on who failed first.
+    /// Reports how the worker ended. After a failure, waits for the verdict, which names the first failure.
     ///
     /// # Errors
     /// `Lost`, `Timeout`, `Refused`.
@@ -457,11 +458,11 @@ impl Client {
         Ok(reply.verdict.map(Into::into))
     }
 
-    /// As [`Client::exit`] of this very process, which ends well and waits for nobody: tried once, as the registrar may
-    /// be ending at the same time.
+    /// Like [`Client::exit`] of this very process, which ends well and waits for no reply: tried once, because the
+    /// registrar may be ending at the same time.
     ///
     /// # Errors
-    /// As [`Client::exit`].
+    /// Like [`Client::exit`].
     pub fn leave(&self, deadline: Instant) -> Result<()> {
         self.own_process()?;
         let exit = Exit { how: How::Code(0), peer_error: false, stopped: false, stderr_tail: Vec::new() };
@@ -474,11 +475,11 @@ impl Client {
             .map_err(|status| self.error("a farewell", &status))
     }
 
-    /// As [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
+    /// Like [`Client::exit`]; after a success it waits for the others of the generation, for a second: `Pending` when
     /// they still work, and then it is to be called again.
     ///
     /// # Errors
-    /// As [`Client::exit`].
+    /// Like [`Client::exit`].
     pub fn exit_together(&self, exit: &Exit, deadline: Instant) -> Result<Poll<Option<Verdict>>> {
         let reply = self.call("the report of an exit", deadline, || {
             let exit = wire::ExitRequest { together: true, ..wire::ExitRequest::from(exit.clone()) };
@@ -610,7 +611,7 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A reply put together from its pieces.
+/// Returns a reply put together from its pieces.
 async fn whole(
     mut pieces: Streaming<wire::AwaitAssignmentReply>,
 ) -> std::result::Result<Response<wire::AwaitAssignmentReply>, Status> {

@@ -21,9 +21,9 @@ const BUDGET: usize = 4 << 20;
 const BATCH: usize = 256 << 10;
 /// The longest a line waits for room before it is dropped: output must not stop a worker for good.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Failed streams in a row after which nobody waits for a confirmation any more, unless the driver may come back.
+/// Failed streams in a row after which no confirmation is awaited any more, unless the driver may come back.
 const FAILURES: u32 = 5;
-/// How long a stream stays open before the driver confirms what came on it.
+/// Time for which a stream stays open before the driver confirms its records.
 const CONFIRM: Duration = Duration::from_secs(1);
 /// Bytes that are kept until they are confirmed, about.
 const KEPT: usize = 1 << 20;
@@ -39,7 +39,7 @@ struct State {
     number: u64,
     dropped: u64,
     flushes: u64,
-    /// A line has waited in vain: until something leaves, no other one waits.
+    /// A line has waited until its limit: no other line waits until a record has left.
     stuck: bool,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Outbox {
     wake: Notify,
     flushed: watch::Sender<u64>,
     source: u64,
-    /// How long a driver that is gone may take to come back, in milliseconds.
+    /// Longest time in which a lost driver must return, in milliseconds.
     outage: AtomicU64,
 }
 
@@ -114,7 +114,7 @@ impl Outbox {
         (state.flushes, self.flushed.subscribe())
     }
 
-    /// The next batch, which is kept until it is confirmed.
+    /// Returns the next batch, which is kept until it is confirmed.
     fn take(&self) -> Option<wire::RecordBatch> {
         let mut state = self.state.lock();
         if state.lines.is_empty() && state.metrics.is_empty() {
@@ -148,7 +148,7 @@ impl Outbox {
         Some(batch)
     }
 
-    /// The records that have to be sent again.
+    /// Returns the records that have to be sent again.
     fn unconfirmed(&self) -> Vec<wire::RecordBatch> {
         self.state.lock().unconfirmed.clone()
     }
@@ -260,7 +260,7 @@ async fn stream(outbox: &Outbox, caller: &Caller) -> Result<(), tonic::Status> {
     Ok(())
 }
 
-/// Why a call has ended that should not have.
+/// Returns the error of a call that should not have ended.
 fn broken(ended: Result<Result<(), tonic::Status>, tokio::task::JoinError>) -> Result<(), tonic::Status> {
     ended.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
     Err(tonic::Status::aborted("the driver confirmed records before they were sent"))

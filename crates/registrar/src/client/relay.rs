@@ -35,11 +35,11 @@ use crate::generated::relay_piece::What;
 const PIECE: usize = 64 << 10;
 /// Pieces of a link that wait for their way.
 const WAITING: usize = 4;
-/// How long the registrar may take to be told that this task takes calls.
+/// Longest time to tell the registrar that this task takes calls.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Callers of a door whose user is looked up at the same time; further ones wait in the queue of the socket.
 const LOOKUPS: usize = 4;
-/// How long links may take to end when their relay does.
+/// Longest time in which links must end when their relay does.
 const ENDING: Duration = Duration::from_secs(1);
 
 /// This process's links through the registrar, in one of its worlds. Dropping it takes no more calls, and gives links
@@ -53,7 +53,7 @@ pub struct Relay {
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// How many links there are.
+/// Counts links.
 #[derive(Default)]
 struct Links {
     open: Mutex<usize>,
@@ -135,7 +135,8 @@ impl Relay {
         Ok(())
     }
 
-    /// An address of the loopback behind which `task` is, in its world of this door, for this process's user alone.
+    /// Returns an address of the loopback behind which `task` is, in its world of this door, for this process's user
+    /// alone.
     ///
     /// # Errors
     /// `Runtime` where nothing can be listened on.
@@ -199,13 +200,13 @@ async fn link(caller: &Caller, first: What, socket: TcpStream) {
         None => false,
     };
     if !whole {
-        // Not the end of what was sent, but of the connection: whoever reads there must see the difference.
+        // Not the end of the data, but of the connection: the reader must see the difference.
         drop(to_socket.as_ref().set_zero_linger());
         to_socket.forget();
     }
 }
 
-/// Sends what comes from the socket.
+/// Sends the bytes that come from the socket.
 async fn say(
     mut socket: OwnedReadHalf,
     pieces: mpsc::Sender<wire::RelayPiece>,

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 static RUNTIME: Mutex<Option<(u32, Runtime)>> = Mutex::new(None);
 
-/// The runtime of this process, started on first use.
+/// Returns the runtime of this process, started on first use.
 pub(super) fn handle() -> Result<Handle> {
     let mut slot = RUNTIME.lock();
     let pid = std::process::id();

@@ -107,13 +107,13 @@ pub struct World {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Host {
-    /// How many bytes of the name of the host before it this one's begins with.
+    /// Number of leading bytes that this name shares with that of the host before it.
     #[prost(uint32, tag = "1")]
     pub shared: u32,
     /// The rest of its name.
     #[prost(string, tag = "2")]
     pub rest: ::prost::alloc::string::String,
-    /// What follows the name and a dash as 16 hexadecimal digits; absent from a hash that does not end so.
+    /// The 16 hexadecimal digits after the name and a dash; absent from a hash without them.
     #[prost(fixed64, optional, tag = "3")]
     pub digest: ::core::option::Option<u64>,
     /// Its tasks, ascending: how many numbers are left out, how many taken, and so on.
@@ -133,7 +133,7 @@ pub struct Directive {
     #[prost(message, optional, tag = "1")]
     pub stop: ::core::option::Option<Verdict>,
 }
-/// Why a generation ended.
+/// The reason why a generation ended.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Verdict {
     #[prost(string, tag = "1")]
@@ -163,7 +163,7 @@ pub struct PutIfAbsentRequest {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PutIfAbsentReply {
-    /// What the key holds now: the request's value if it came first, or came before.
+    /// The key's value now: the request's if it came first, otherwise the earlier one.
     #[prost(bytes = "bytes", tag = "1")]
     pub value: ::prost::bytes::Bytes,
 }
@@ -191,7 +191,7 @@ pub struct MeetRequest {
     /// The ranks of the world, ascending, the caller's among them; none: all ranks.
     #[prost(uint32, repeated, tag = "3")]
     pub members: ::prost::alloc::vec::Vec<u32>,
-    /// Where the caller can be reached; the registrar does not look into it.
+    /// Addresses of the caller; the registrar does not interpret them.
     #[prost(bytes = "bytes", tag = "4")]
     pub card: ::prost::bytes::Bytes,
     #[prost(uint64, tag = "5")]
@@ -731,7 +731,7 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Records"));
             self.inner.client_streaming(req, path, codec).await
         }
-        /// What a worker returned, in pieces.
+        /// Takes the result of a worker, in pieces.
         pub async fn result(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::ResultChunk>,
@@ -753,7 +753,7 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Result"));
             self.inner.client_streaming(req, path, codec).await
         }
-        /// How a worker ended. After a failure the reply waits for the verdict on the generation.
+        /// Takes the exit of a worker. After a failure the reply waits for the verdict on the generation.
         pub async fn exit(
             &mut self,
             request: impl tonic::IntoRequest<super::ExitRequest>,
@@ -926,12 +926,12 @@ pub mod registrar_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::RecordBatch>>,
         ) -> std::result::Result<tonic::Response<super::RecordsReply>, tonic::Status>;
-        /// What a worker returned, in pieces.
+        /// Takes the result of a worker, in pieces.
         async fn result(
             &self,
             request: tonic::Request<tonic::Streaming<super::ResultChunk>>,
         ) -> std::result::Result<tonic::Response<super::ResultReply>, tonic::Status>;
-        /// How a worker ended. After a failure the reply waits for the verdict on the generation.
+        /// Takes the exit of a worker. After a failure the reply waits for the verdict on the generation.
         async fn exit(
             &self,
             request: tonic::Request<super::ExitRequest>,

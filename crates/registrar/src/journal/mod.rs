@@ -4,8 +4,8 @@
 //! A file from which the registrar of an elastic job continues after its process was killed.
 //!
 //! Each record is a line of JSON, in the order of what happened. The first line is the [`Head`]. A record is written
-//! before anybody can see what follows from it. The kernel keeps what a killed process has written, so no record waits
-//! for the disk. A last line that is cut off was not seen by anybody, and is removed.
+//! before its effects can be seen. The kernel keeps what a killed process has written, so no record waits for the
+//! disk. A last line that is cut off was not seen by anybody, and is removed.
 //!
 //! If the host loses power, the last records may be lost, and workers on other hosts may know more than the file. So the
 //! head contains the boot id, and a job from before the last start of the host is not continued. A new file is on the
@@ -99,7 +99,8 @@ struct Writing {
     file: Option<File>,
     grown: u64,
     head: Option<Head>,
-    /// While a new file is written: what was added to the old one since the state that the new one begins with.
+    /// While a new file is written: records that were added to the old one since the state with which the new one
+    /// begins.
     since: Option<Vec<u8>>,
 }
 
@@ -153,7 +154,7 @@ impl Journal {
         Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
     }
 
-    /// The state that an earlier registrar has left; returned once.
+    /// Returns the state that an earlier registrar has left; returned once.
     pub(crate) fn left(&mut self) -> Option<Left> {
         self.left.take()
     }
@@ -194,15 +195,15 @@ impl Journal {
         }
     }
 
-    /// Whether it has grown so much that the present state should replace it. Waits for nobody who writes.
+    /// Returns whether it has grown so much that the present state should replace it. Does not wait for writers.
     pub(crate) fn is_long(&self) -> bool {
         let long =
             |writing: &Writing| writing.file.is_some() && writing.since.is_none() && writing.grown >= LONG;
         self.writing.try_lock().is_some_and(|writing| long(&writing))
     }
 
-    /// What is noted from now on follows the state with which the caller will replace the file. False if there is no file,
-    /// or another caller is replacing it.
+    /// Notes everything from now on after the state with which the caller will replace the file. Returns false if
+    /// there is no file, or if another caller is replacing it.
     pub(crate) fn begin_whole(&self) -> bool {
         let mut writing = self.writing.lock();
         let free = writing.file.is_some() && writing.since.is_none();
@@ -212,7 +213,7 @@ impl Journal {
         free
     }
 
-    /// Replaces the file by one that contains only these records, and what was noted since [`Journal::begin_whole`].
+    /// Replaces the file by one that contains only these records, and those noted since [`Journal::begin_whole`].
     pub(crate) fn replace(&self, records: &[Record]) {
         if let Err(error) = self.renew(records) {
             self.give_up(&mut self.writing.lock(), &error);
@@ -270,7 +271,7 @@ impl Journal {
         self.end(writing);
     }
 
-    /// A disk that takes nothing until the guard is dropped.
+    /// Returns a disk that takes nothing until the guard is dropped.
     #[cfg(test)]
     pub(crate) fn hold(&self) -> impl Drop {
         self.writing.lock()
@@ -304,7 +305,7 @@ impl Drop for Journal {
     }
 }
 
-/// A new file that is on the disk.
+/// Returns a new file that is on the disk.
 fn begun(new: &Path, head: &Head, records: &[Record]) -> io::Result<File> {
     // A killed process may have left one.
     drop(std::fs::remove_file(new));
@@ -344,14 +345,14 @@ fn take(path: &Path) -> std::result::Result<File, String> {
     }
 }
 
-/// Whether a path names an open file.
+/// Returns whether a path names an open file.
 fn is_at(file: &File, path: &Path) -> bool {
     let number = |found: Metadata| (found.dev(), found.ino());
     let named = std::fs::metadata(path).map(number);
     named.is_ok_and(|named| file.metadata().map(number).is_ok_and(|open| open == named))
 }
 
-/// The content of the file, and the length of its complete lines.
+/// Returns the content of the file, and the length of its complete lines.
 fn read(file: &File, purpose: &str) -> std::result::Result<(Option<Left>, u64), String> {
     let mut lines = BufReader::new(file);
     let mut text = Vec::new();

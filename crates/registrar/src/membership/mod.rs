@@ -41,20 +41,20 @@ use running::Running;
 pub(crate) struct Options {
     /// Tasks in the job.
     pub(crate) tasks: u32,
-    /// When an agent counts as gone.
+    /// Limits after which an agent counts as gone.
     pub(crate) liveness: Liveness,
-    /// How long exits are collected after the first failure, before one is named the first.
+    /// Time for which exits are collected after the first failure, before one is named the first.
     pub(crate) failure_grace: Duration,
     /// Whether a task's number is its rank, whichever host it is on.
     pub(crate) in_order: bool,
 }
 
-/// When an agent counts as gone.
+/// Limits after which an agent counts as gone.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Liveness {
     /// Silence after which it is lost.
     pub(crate) heartbeat_timeout: Duration,
-    /// How long one whose connection broke may take to come back.
+    /// Longest time in which an agent whose connection broke must return.
     pub(crate) disconnect_grace: Duration,
 }
 
@@ -108,7 +108,7 @@ pub(crate) enum Decision {
     Broken { generation: Generation, verdict: Verdict },
 }
 
-/// Why a registration was turned down.
+/// The reason why a registration was turned down.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("unknown task {task}: the job has tasks 0 to {last}")]
@@ -135,7 +135,7 @@ struct Registration {
     presence: Presence,
 }
 
-/// When an agent was last heard of.
+/// The last signs of life of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Presence {
     seen: Duration,
@@ -166,7 +166,7 @@ impl Presence {
         Self { seen: now, disconnected: None }
     }
 
-    /// Why the agent counts as gone, if it does.
+    /// Returns the reason why the agent counts as gone, if it does.
     fn gone(&self, now: Duration, liveness: &Liveness) -> Option<String> {
         let silent = now.saturating_sub(self.seen);
         if silent >= liveness.heartbeat_timeout {
@@ -179,7 +179,7 @@ impl Presence {
 }
 
 impl Membership {
-    /// A job in which nobody has registered.
+    /// Returns a job without registered agents.
     pub(crate) fn new(options: Options) -> Self {
         Self {
             options,
@@ -191,7 +191,7 @@ impl Membership {
         }
     }
 
-    /// The latest assigned generation; 0 before the first.
+    /// Returns the latest assigned generation; 0 before the first.
     pub(crate) fn generation(&self) -> Generation {
         self.generation
     }
@@ -201,7 +201,7 @@ impl Membership {
         (0..self.options.tasks).map(TaskId).filter(|task| !self.waiting.contains_key(task))
     }
 
-    /// Whether a start of a task waits or runs; in a job that is over nobody is missed.
+    /// Returns whether a start of a task waits or runs; no task is missed in a job that is over.
     pub(crate) fn knows(&self, task: TaskId, session: u64) -> bool {
         let waits = self.waiting.get(&task).is_some_and(|waiting| waiting.session == session);
         let runs = self.running.as_ref().is_some_and(|running| running.has(task, session));
@@ -251,7 +251,7 @@ impl Membership {
         Ok((Generation(part_of), decisions))
     }
 
-    /// Takes in what happened and returns what follows.
+    /// Takes an event and returns the actions that follow.
     pub(crate) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
         match input {
             Input::Beat { task, session } => {

@@ -69,7 +69,7 @@ impl Running {
         self.members.get(&task).is_some_and(|member| member.session == session)
     }
 
-    /// The members, by task and session.
+    /// Returns the members, by task and session.
     #[cfg(test)]
     pub(super) fn members(&self) -> impl Iterator<Item = (TaskId, u64)> + '_ {
         self.members.iter().map(|(task, member)| (*task, member.session))
@@ -84,7 +84,7 @@ impl Running {
         }
     }
 
-    /// Passes the verdict, unless there is one or everybody ended well.
+    /// Passes the verdict, unless there is one or all tasks ended well.
     pub(super) fn stop(&mut self, verdict: Verdict) -> Option<Decision> {
         if self.verdict.is_some() || self.is_finished() {
             return None;
@@ -93,13 +93,13 @@ impl Running {
         Some(Decision::Stop { generation: self.generation(), verdict })
     }
 
-    /// Whether everybody ended well, and nobody was told to.
+    /// Returns whether all tasks ended well by themselves.
     pub(super) fn is_finished(&self) -> bool {
         let well = |end: &End| matches!(&end.what, What::Exited(exit) if exit.how.is_success());
         self.verdict.is_none() && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
     }
 
-    /// Looks for lost agents, and for a failure old enough to be judged.
+    /// Looks for lost agents, and for a failure whose grace is over.
     pub(super) fn settle(&mut self, now: Duration, options: &Options) -> Vec<Decision> {
         let mut decisions = Vec::new();
         for (task, member) in &mut self.members {
@@ -118,8 +118,8 @@ impl Running {
         decisions
     }
 
-    /// The verdict, once enough is known: everybody has ended, or the grace after the first failure is over. While
-    /// there are only peers' errors, whoever caused them is still to be heard of, so these wait longer.
+    /// Returns the verdict, once enough is known: all tasks have ended, or the grace after the first failure is over.
+    /// While there are only peers' errors, the report of their cause is still on its way, so these wait longer.
     fn judge(&self, now: Duration, options: &Options) -> Option<Verdict> {
         let (task, member, end) = self.first_failure()?;
         let earliest = self.failures().map(|(_, _, end)| end.at).min()?;
@@ -138,7 +138,7 @@ impl Running {
         Some(Verdict { reason, cause: Some(task), retry: matches!(end.what, What::Lost(_)) })
     }
 
-    /// The failure to blame: a task's own before a peer's error, then the earliest.
+    /// Returns the failure to blame: a task's own before a peer's error, then the earliest.
     fn first_failure(&self) -> Option<(TaskId, &Member, &End)> {
         self.failures().min_by_key(|(task, _, end)| (!end.is_own(), end.at, *task))
     }

@@ -20,17 +20,17 @@ use rand::{Rng as _, SeedableRng as _};
 use super::*;
 use crate::exit::How;
 
-/// When the network heals and agents stop crashing.
+/// The time at which the network heals and agents stop crashing.
 const HEALED: u64 = 60_000;
-/// When everything is over, whatever happened before.
+/// The time at which everything is over, whatever happened before.
 const END: u64 = 240_000;
-/// How long an agent waits for the others.
+/// Time for which an agent waits for the others.
 const START: u64 = 120_000;
-/// How long what is left of a stage goes on beside the stage that was started in its place.
+/// Time for which the rest of a stage runs beside the stage that was started in its place.
 const LINGERS: u64 = 2_000;
-/// How long an agent of a barrier stage waits to be ended before it registers again.
+/// Time for which an agent of a barrier stage waits to be ended before it registers again.
 const LEFT_ALONE: u64 = 4_000;
-/// How often an agent that has no answer asks again, beats and looks around.
+/// Interval at which an agent without an answer asks again, beats and looks around.
 const STEP: u64 = 200;
 const BEAT: u64 = 1_000;
 /// The exit code of a worker that failed because a peer had.
@@ -296,12 +296,12 @@ impl World {
         if !self.is_cut(task) && self.chance.random_bool(0.8) {
             self.at(self.now + 5, Happens::Arrives { task, session: agent.session, what: Said::Closed });
         }
-        // A barrier stage starts again as a whole, a gang without one only what was lost.
+        // A barrier stage starts again as a whole. Without one, only lost tasks start again.
         let tasks: Vec<u32> = if self.rejoins { vec![task] } else { (0..self.job.options.tasks).collect() };
         let later = self.now + self.chance.random_range(500..8_000);
         for task in tasks {
-            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for that: where there
-            // are slots, what is left of the old stage is beside the new one, and goes without a word.
+            // Spark ends the tasks of a stage together, but not at one moment, nor does it wait for that: if there
+            // are slots, the rest of the old stage runs beside the new one, and ends without a message.
             if let Some(session) = self.agents.get(&task).map(|agent| agent.session) {
                 self.blamable.insert(task);
                 let ended = self.now + self.chance.random_range(20..LINGERS);
@@ -497,7 +497,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 #[test]
-fn jobs_over_a_bad_network_come_to_their_end_and_blame_nobody_wrongly() {
+fn jobs_over_a_bad_network_come_to_their_end_and_blame_no_task_wrongly() {
     let first = setting("FARANDOLE_SIMULATION_FIRST", 0);
     let count = setting("FARANDOLE_SIMULATION_SEEDS", 300);
     let mut ends: BTreeMap<&str, u64> = BTreeMap::new();

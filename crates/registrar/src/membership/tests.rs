@@ -162,7 +162,7 @@ fn a_waiting_task_whose_connection_closes_may_register_again() {
 
 #[test]
 fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it_waited() {
-    // MB-3: what is left of the earlier start would sit beside the newer starts of the others.
+    // MB-3: the rest of the earlier start would run beside the newer starts of the others.
     let mut job = Membership::new(OPTIONS);
     job.register(at(0), TaskId(0), 1, 1, host("a")).unwrap();
     job.register(at(1), TaskId(0), 4, 2, host("a")).unwrap();
@@ -175,7 +175,7 @@ fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it
 }
 
 #[test]
-fn a_start_that_takes_the_place_of_a_waiting_one_is_told_apart() {
+fn a_start_that_takes_the_place_of_a_waiting_one_is_distinguished() {
     let mut job = Membership::new(OPTIONS);
     let registered = |job: &mut Membership, attempt, session| {
         job.register(at(0), TaskId(0), attempt, session, host("a")).unwrap().1
@@ -201,7 +201,7 @@ fn all_exits_good_finish_the_job_and_nothing_follows() {
 }
 
 #[test]
-fn when_everybody_has_ended_the_verdict_does_not_wait() {
+fn when_all_tasks_have_ended_the_verdict_does_not_wait() {
     let mut job = running();
     exited(&mut job, 1, 0, exit(How::Code(0)));
     exited(&mut job, 1, 1, Exit { peer_error: true, ..exit(How::Code(1)) });

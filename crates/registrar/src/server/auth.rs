@@ -51,7 +51,7 @@ impl Gate {
         Self { token, tasks, buckets: Arc::default(), admitted: Arc::default() }
     }
 
-    /// How many calls were let in.
+    /// Returns the counter of admitted calls.
     pub(super) fn admitted(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.admitted)
     }

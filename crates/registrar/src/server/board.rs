@@ -54,7 +54,7 @@ pub(super) struct Change {
 }
 
 impl Board {
-    /// Why `generation` is over, if it is.
+    /// Returns the reason why `generation` is over, if it is.
     pub(super) fn verdict(&self, generation: Generation) -> Option<Verdict> {
         if let Some((over, verdict)) = &self.over
             && generation == *over
@@ -72,34 +72,34 @@ impl Board {
         })
     }
 
-    /// Why a worker has to end, if it has.
+    /// Returns the reason why a worker has to end, if it has.
     pub(super) fn end(&self, task: TaskId) -> Option<Verdict> {
         self.ends.get(&task).map(|verdict| Verdict::clone(verdict))
     }
 
-    /// Why a worker that waits for a world may go, if it may.
+    /// Returns the reason why a worker that waits for a world may go, if it may.
     pub(super) fn dismissal(&self, task: TaskId) -> Option<Arc<str>> {
         self.dismissed.get(&task).cloned()
     }
 
-    /// Whether a task is in a world after `after`.
+    /// Returns whether a task is in a world after `after`.
     pub(super) fn is_seated(&self, task: TaskId, after: Generation) -> bool {
         self.world.as_ref().is_some_and(|published| {
             published.world.generation > after && published.ranks.contains_key(&task)
         })
     }
 
-    /// Why nothing will be assigned any more, if nothing will.
+    /// Returns the reason why nothing will be assigned any more, if nothing will.
     pub(super) fn aborted(&self) -> Option<Verdict> {
         self.aborted.as_ref().map(|verdict| Verdict::clone(verdict))
     }
 
-    /// Whether another start of the task has taken the place of this one.
+    /// Returns whether another start of the task has taken the place of this one.
     pub(super) fn is_replaced(&self, task: TaskId, session: u64) -> bool {
         self.holders.get(&task).is_some_and(|holder| *holder != session)
     }
 
-    /// Whether every worker of a generation ended well.
+    /// Returns whether every worker of a generation ended well.
     pub(super) fn is_finished(&self, generation: Generation) -> bool {
         self.finished == Some(generation)
     }

@@ -19,7 +19,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// The time, given that of a clock that never stands.
+    /// Returns the time, given that of a clock that never stands.
     pub(super) fn read(&mut self, running: Duration) -> Duration {
         let since = running.saturating_sub(self.looked);
         if since >= STOPPED {
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_in_which_nobody_looked_does_not_count() {
+    fn time_without_a_look_does_not_count() {
         let second = Duration::from_secs(1);
         let mut clock = Clock::default();
         assert_eq!(clock.read(second), second);

@@ -3,8 +3,9 @@
 
 //! The job's state behind its locks, and the effects of what `membership` decides.
 //!
-//! Lock order: the turn to carry out decisions, then membership, then the clock, then what was told, then board, then
-//! events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership locked.
+//! Lock order: the turn to carry out decisions, then membership, then the clock, then the reported state, then board,
+//! then events; or the turn, then key-values, then meetings. The journal is locked last, and never with membership
+//! locked.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -32,19 +33,19 @@ use crate::membership::{self, Input, Liveness, Membership, Refusal, elastic};
 const SOURCES: usize = 8;
 /// Bytes of events that wait for the driver.
 const EVENTS: usize = 64 << 20;
-/// Bytes of waiting events beyond which those who send records have to wait.
+/// Bytes of waiting events beyond which senders of records have to wait.
 const PRESSURE: usize = EVENTS / 2;
 /// The longest they wait for a driver that takes none: then the oldest records make room.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often the driver's progress is looked at meanwhile.
+/// Interval at which the driver's progress is checked meanwhile.
 const GLANCE: Duration = Duration::from_millis(5);
-/// How often time is looked at.
+/// Interval at which the clock is read.
 const TICK: Duration = Duration::from_millis(50);
-/// How much later than the driver and the agents the registrar ends a start that takes too long: theirs say more.
+/// Time by which the registrar ends a late start after the driver and the agents: their messages say more.
 const LEEWAY: Duration = Duration::from_secs(1);
 /// Agents show that they live each second: a shorter silence says nothing.
 const SHORTEST: Duration = Duration::from_secs(3);
-/// How many missing tasks a message lists.
+/// Number of missing tasks that a message lists.
 pub(super) const LISTED: usize = 16;
 
 /// The job.
@@ -55,7 +56,7 @@ pub(super) struct Core {
     start_timeout: Duration,
     pub(super) is_elastic: bool,
     pub(super) membership: Mutex<Members>,
-    /// Held by whoever carries out what membership has decided.
+    /// Held by the thread that carries out membership's decisions.
     pub(super) turn: Mutex<()>,
     pub(super) journal: Option<Arc<Journal>>,
     /// The state that an earlier registrar has left.
@@ -67,12 +68,12 @@ pub(super) struct Core {
     pub(super) kv: Mutex<KeyValues>,
     pub(super) meetings: Mutex<Meetings>,
     pub(super) events: Ring<Event>,
-    /// The driver has been waited for in vain: until it takes something, nobody waits again.
+    /// A wait for the driver has ended without success: no other waits until it takes something.
     deaf: AtomicBool,
     told: Mutex<Told>,
     /// The latest connection of each task that carries signs of life.
     streams: Mutex<HashMap<TaskId, u64>>,
-    /// By task, the last batch of records of what has sent some for it lately.
+    /// By task, the last batch of records that was sent for it lately.
     batches: Mutex<HashMap<TaskId, VecDeque<(u64, u64)>>>,
     /// The last rank of each worker of an elastic job.
     pub(super) last_ranks: Mutex<HashMap<TaskId, Rank>>,
@@ -95,7 +96,7 @@ impl Told {
     }
 }
 
-/// The rules of an elastic job.
+/// Returns the rules of an elastic job.
 pub(super) fn rules(options: &Options, elastic: &Elastic) -> elastic::Rules {
     elastic::Rules {
         first: elastic.first,
@@ -162,7 +163,8 @@ impl Core {
         }
     }
 
-    /// Whether a batch of records is one that has not come before: one whose connection broke may be sent again.
+    /// Returns whether a batch of records is one that has not come before: one whose connection broke may be sent
+    /// again.
     pub(super) fn is_new_batch(&self, task: TaskId, source: u64, number: u64) -> bool {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();
@@ -215,7 +217,7 @@ impl Core {
         !dropped
     }
 
-    /// A number for a connection that has begun to carry an agent's signs of life; older ones count no more.
+    /// Returns a number for a connection that has begun to carry an agent's signs of life; older ones count no more.
     pub(super) fn stream(&self, task: TaskId) -> u64 {
         let mut streams = self.streams.lock();
         let latest = streams.entry(task).or_default();
@@ -235,7 +237,7 @@ impl Core {
         self.act(|members| members.observe(self.now(), input));
     }
 
-    /// Takes in a worker's end; the driver hears of it before it hears of what follows.
+    /// Takes in a worker's end; the driver gets it before its consequences.
     pub(super) fn exited(&self, task: TaskId, generation: Generation, exit: Exit) {
         self.act(|members| {
             if self.is_news(members, generation) && self.told.lock().enter(generation).ends.insert(task) {
@@ -245,7 +247,7 @@ impl Core {
         });
     }
 
-    /// Has the driver hear of a worker's end.
+    /// Reports a worker's end to the driver.
     pub(super) fn tell_end(&self, task: TaskId, generation: Generation, exit: Exit) {
         let rank = self.last_rank(task);
         if !self.is_elastic {
@@ -318,7 +320,7 @@ impl Core {
         self.board.borrow().rank(task)
     }
 
-    /// A task's rank in the present world, and the ranks there are.
+    /// Returns a task's rank in the present world, and the ranks there are.
     pub(super) fn place(&self, task: TaskId) -> Option<(u32, u32)> {
         let board = self.board.borrow();
         let published = board.world.as_ref()?;
@@ -337,7 +339,7 @@ impl Core {
         &self.meetings
     }
 
-    /// The lowest tasks that have not registered, and how many there are.
+    /// Returns the lowest tasks that have not registered, and how many there are.
     pub(super) fn missing(&self) -> (Vec<u32>, u32) {
         let membership = self.membership.lock();
         let all: Vec<u32> = membership.missing().into_iter().map(|task| task.0).collect();
@@ -414,7 +416,7 @@ mod tests {
         };
         fill();
         assert!(waited() >= PATIENCE);
-        // One who writes a thousand batches is not held up a thousand times.
+        // A sender of a thousand batches is not held up a thousand times.
         let began = Instant::now();
         for _ in 0..1_000 {
             waited();

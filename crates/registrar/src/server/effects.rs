@@ -16,14 +16,15 @@ use crate::journal::Record;
 use crate::membership::Decision;
 
 impl Core {
-    /// Has `act` take a step, and returns when everybody may see what follows from it, and from the steps before it.
+    /// Lets `act` take a step, and returns when the effects of it, and of the steps before it, may be seen.
     pub(super) fn act<T>(&self, act: impl FnOnce(&mut Members) -> T) -> T {
         let done = act(&mut self.membership.lock());
         self.carry_out();
         done
     }
 
-    /// Carries out what is due. Membership is not locked while the journal is written, so signs of life go on.
+    /// Carries out due actions. Membership is not locked while the journal is written, so signs of life are still
+    /// taken.
     pub(super) fn carry_out(&self) {
         self.apart(|| {
             let _turn = self.turn.lock();
@@ -47,7 +48,8 @@ impl Core {
         }
     }
 
-    /// Does what may wait for the disk where there is a journal. Meanwhile other threads serve the calls that this one would.
+    /// Carries out actions that may wait for the disk if there is a journal. Meanwhile other threads serve the calls
+    /// that this one would.
     pub(super) fn apart<T>(&self, work: impl FnOnce() -> T) -> T {
         if self.journal.is_some() { tokio::task::block_in_place(work) } else { work() }
     }
@@ -60,7 +62,7 @@ impl Core {
                     self.events.push(Event::Registered { task });
                     self.board.send_if_modified(|board| {
                         board.holders.insert(task, session);
-                        // Nobody waits for news of a task that nobody has waited for.
+                        // A task without a waiter has no listener.
                         replaces
                     });
                 }
@@ -72,7 +74,7 @@ impl Core {
                     self.events.push(Event::Lost { task, rank, reason });
                 }
                 Decision::Assigned { world } => {
-                    // The board first: whoever hears the event asks it at once.
+                    // The board first: receivers of the event ask it at once.
                     self.publish(world.clone());
                     self.events.push(Event::Assigned { world });
                 }
@@ -118,7 +120,7 @@ impl Core {
         }
     }
 
-    /// Lets everybody see a world.
+    /// Publishes a world.
     pub(super) fn publish(&self, world: World) {
         let published = Arc::new(Published::new(world));
         if self.is_elastic {

@@ -4,9 +4,9 @@
 //! Limits of connections: strangers never displace callers with the token.
 //!
 //! A connection is unproven until a call on it has passed the gate. It is ended when that takes too long, and one of
-//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to make
-//! way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest from
-//! where most come. So a stranger who fills one stage does not displace callers at another.
+//! its kind makes way as soon as there is no place left; a proven one keeps its place while it lives. The first to
+//! make way are those at the stage of the handshake where most are (the earliest such stage), and of these the oldest
+//! from where most come. So a stranger that fills one stage does not displace callers at another.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashSet};
@@ -30,7 +30,7 @@ use tonic::transport::server::Connected;
 
 use crate::accepting::Failing;
 
-/// How long a connection may stay unproven.
+/// Longest life of an unproven connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same, more for each task: when all of a large job connect at once, their handshakes take turns.
 const TURN: Duration = Duration::from_millis(1);
@@ -53,7 +53,7 @@ struct State {
     proven: HashSet<u64>,
 }
 
-/// How far an unproven connection has come.
+/// Progress of an unproven connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     /// It has sent nothing.
@@ -99,7 +99,7 @@ impl State {
     }
 }
 
-/// One source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
+/// Returns one source: an IPv4 address, or the network of 64 bits that an IPv6 site has at least.
 fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => {
@@ -115,7 +115,7 @@ impl Places {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    /// A place, if the proven do not have them all.
+    /// Returns a place, if the proven do not have them all.
     fn take(self: &Arc<Self>, source: IpAddr) -> Option<(Seat, oneshot::Receiver<()>)> {
         let mut state = self.state.lock();
         if state.unproven + state.proven.len() >= self.most && !state.unseat() {
@@ -163,7 +163,7 @@ impl Seat {
         if let Some(seated) = state.remove(*stage, self.source, self.number) {
             state.proven.insert(self.number);
             self.proven.store(true, Ordering::Release);
-            // Nobody listens when the connection ends at this moment.
+            // There is no receiver if the connection ends at this moment.
             let _ = seated.send(());
         }
     }
@@ -189,7 +189,7 @@ impl Place {
     }
 }
 
-/// How an unproven connection ends.
+/// The limits of an unproven connection.
 struct Trial {
     unseated: oneshot::Receiver<()>,
     patience: Pin<Box<Sleep>>,
@@ -227,13 +227,14 @@ impl Counted {
     }
 }
 
-/// The most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a few.
+/// Returns the most connections that may be wanted: an agent and a worker for each task, twice for restarts, and a
+/// few.
 pub(super) fn places(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Connections to `listener`, at most `most` at a time. What comes beyond that is closed at once, or replaces
-/// one that has not shown the token.
+/// Connections to `listener`, at most `most` at a time. Connections beyond that are closed at once, or replace one
+/// that has not shown the token.
 pub(super) fn accept(
     listener: TcpListener,
     most: usize,
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newcomer_is_not_displaced_by_strangers_who_hold_a_later_stage() {
+    fn a_newcomer_is_not_displaced_by_strangers_at_a_later_stage() {
         let places = Places::new(8);
         let held: Vec<_> = (0..7)
             .map(|_| {

@@ -43,7 +43,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// A job that begins.
+    /// Returns a job that begins.
     pub(super) fn new(rules: Rules, journal: Option<Arc<Journal>>) -> Self {
         let mut meetings = Meetings::default();
         if let Some(journal) = &journal {
@@ -61,7 +61,7 @@ impl Kept {
         self.journal.as_ref().map_or(Ok(()), |journal| journal.begin(ticket, identity, port, &self.machine))
     }
 
-    /// A job that continues, by new rules.
+    /// Returns a job that continues, by new rules.
     pub(super) fn resumed(rules: Rules, journal: Arc<Journal>, records: Vec<Record>) -> Self {
         let mut kept = Self::new(rules.clone(), Some(journal));
         for record in records {
@@ -71,7 +71,7 @@ impl Kept {
                     kept.at = step.at;
                     kept.machine.repeat(step);
                 }
-                // What was refused then is refused now.
+                // Values that were refused then are refused now.
                 Record::Put(Pair { generation, key, value }) => drop(kept.kv.put(generation, key, value)),
                 Record::Met(formed) => kept.meetings.restore(formed),
             }
@@ -82,7 +82,8 @@ impl Kept {
 }
 
 impl Core {
-    /// Goes on with a job of an earlier registrar: who still works is told nothing new, and who was given up has to end.
+    /// Continues a job of an earlier registrar: workers that still run get no new orders, and workers that were given
+    /// up must end.
     pub(super) fn resume(&self) -> Resumed {
         // Steps by other rules than those before them would be done again by the wrong ones.
         self.shorten_journal();
@@ -116,7 +117,7 @@ impl Core {
         }
     }
 
-    /// Has the present state take the place of what the journal tells.
+    /// Replaces the journal's records by the present state.
     fn shorten_journal(&self) {
         let Some(journal) = &self.journal else { return };
         if let Some(records) = self.whole(journal) {
@@ -125,7 +126,8 @@ impl Core {
         }
     }
 
-    /// The present state; what happens after it follows it in the journal. `None` where that is being written.
+    /// Returns the present state; what happens after it follows it in the journal. `None` where that is being
+    /// written.
     fn whole(&self, journal: &Journal) -> Option<Vec<Record>> {
         let _turn = self.turn.lock();
         let mut membership = self.membership.lock();
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_holds_up_no_sign_of_life_and_nothing_is_told_before_the_journal_holds_it() {
+    fn a_slow_disk_delays_no_sign_of_life_and_no_answer_precedes_its_journal_record() {
         let folder = tempfile::tempdir().unwrap();
         let core = core(Journal::open(&folder.path().join("journal"), "train").unwrap());
         let journal = Arc::clone(core.journal.as_ref().unwrap());

@@ -14,7 +14,7 @@ use crate::host;
 /// Time between two attempts to listen.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// As [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
+/// Like [`listen`], again until `patience` has passed: a connection of another process may have a port for a moment.
 pub(super) fn listen_in_time(
     host: Option<&str>,
     bound: Option<IpAddr>,
@@ -85,7 +85,7 @@ fn offered(host: Option<&str>, port: u16) -> Vec<String> {
         .collect()
 }
 
-/// Whether one IPv6 socket serves IPv4, too.
+/// Returns whether one IPv6 socket serves IPv4, too.
 fn dual_stack() -> bool {
     std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() == "0")
 }

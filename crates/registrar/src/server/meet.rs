@@ -34,7 +34,7 @@ impl Drop for Asked<'_> {
     }
 }
 
-/// The question of `rank` in a world of `size`.
+/// Returns the question of `rank` in a world of `size`.
 ///
 /// # Errors
 /// `invalid_argument` for members that are not ascending ranks of the world with the asking one among them.
@@ -51,7 +51,7 @@ pub(super) fn question(rank: u32, size: u32, message: wire::MeetRequest) -> Resu
     Ok(Ask { rank, attempt, holder, members, card })
 }
 
-/// The reply that tells an outcome.
+/// Returns the reply that tells an outcome.
 pub(super) fn answer(outcome: &Outcome, size: u32) -> Pieces {
     match outcome {
         Ok(met) => pieces(met.cards.clone()),
@@ -67,7 +67,7 @@ pub(super) fn answer(outcome: &Outcome, size: u32) -> Pieces {
     }
 }
 
-/// The reply when the time ran out.
+/// Returns the reply when the time ran out.
 pub(super) fn late(asked: &Asked<'_>) -> Pieces {
     let missing = asked.core.meetings().lock().missing(asked.generation, &asked.ask.members);
     let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);

@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::membership::elastic::{Elastic, Step, What};
 use crate::membership::{Decision, Input, Membership, Refusal};
 
-/// The machine, and what follows from its steps.
+/// The machine, and the effects of its steps.
 pub(super) struct Members {
     kind: Kind,
     due: Vec<Due>,
@@ -29,7 +29,7 @@ enum Kind {
 
 /// The actions to carry out, in this order.
 pub(super) enum Due {
-    /// The journal has to hold this before anybody sees what was decided.
+    /// The journal must hold this before the decision can be seen.
     Note(Step),
     /// The driver hears of a worker's end.
     Ended { task: TaskId, generation: Generation, exit: Exit },
@@ -50,7 +50,7 @@ impl Members {
         matches!(self.kind, Kind::Elastic(..))
     }
 
-    /// The machine of an elastic job.
+    /// Returns the machine of an elastic job.
     pub(super) fn machine(&self) -> Option<&Elastic> {
         match &self.kind {
             Kind::Fixed(_) => None,
@@ -65,7 +65,7 @@ impl Members {
         }
     }
 
-    /// Whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
+    /// Returns whether a start of a task waits or runs. Workers of elastic jobs that are unknown stay so.
     pub(super) fn knows(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
             Kind::Fixed(members) => members.knows(task, session),
@@ -81,12 +81,12 @@ impl Members {
         }
     }
 
-    /// The actions to carry out now.
+    /// Returns the actions to carry out now.
     pub(super) fn take_due(&mut self) -> Vec<Due> {
         std::mem::take(&mut self.due)
     }
 
-    /// Has the driver hear of a worker's end.
+    /// Reports a worker's end to the driver.
     pub(super) fn ended(&mut self, task: TaskId, generation: Generation, exit: Exit) {
         self.due.push(Due::Ended { task, generation, exit });
     }
@@ -126,7 +126,7 @@ impl Members {
             let decisions = members.observe(now, input);
             return self.decided(decisions);
         }
-        // What merely happens is never refused.
+        // Events that merely happen are never refused.
         drop(self.step(now, What::Happens(input)));
     }
 

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use farandole_config::{Config, PortRange};
 use farandole_telemetry::Drained;
 use farandole_world::{JobId, TaskId, World};
@@ -51,21 +52,21 @@ const STREAMS: u32 = 1024;
 /// The same where links are relayed, and the bytes that each may have on its way to a reader.
 const LINKS: u32 = 4096;
 pub(crate) const STREAM_WINDOW: u32 = 256 << 10;
-/// What a stream may have on its way. A connection takes more: records that a slow driver leaves where they are must not
-/// hold up the signs of life beside them.
+/// Bytes that a stream may have on its way. A connection takes more: records that a slow driver leaves where they are
+/// must not hold up the signs of life beside them.
 const RECORDS_WINDOW: u32 = 1 << 20;
 /// Times beyond these are taken for these.
 const SHORTEST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// Workers that an elastic job may start in its life.
 const TASKS: u32 = 1 << 20;
-/// Workers of an elastic job at one time, where nobody has said how many there are at most.
+/// Greatest number of workers of an elastic job at one time, if none is given.
 const LIVING: u32 = 4096;
 /// Connections of workers that end while others take their places.
 const LEAVERS: u32 = 64;
-/// How long open calls may take to end once the registrar closes.
+/// Longest time in which open calls must end once the registrar closes.
 const CLOSING: Duration = Duration::from_secs(1);
-/// How long the port of an earlier registrar may be taken.
+/// Longest time for which the port of an earlier registrar may be taken.
 const PORT_TAKEN: Duration = Duration::from_secs(5);
 
 /// The arguments of a registrar.
@@ -81,11 +82,11 @@ pub struct Options {
     pub bind: String,
     /// Ports to try.
     pub port_range: PortRange,
-    /// How long all tasks may take to register.
+    /// Longest time in which all tasks must register.
     pub start_timeout: Duration,
     /// Silence after which an agent is lost.
     pub peer_timeout: Duration,
-    /// Whether links between tasks may pass through here, for tasks that nobody can dial.
+    /// Whether links between tasks may pass through here, for tasks that no other can dial.
     pub relays: bool,
 }
 
@@ -116,7 +117,7 @@ pub struct Elastic {
     pub most: u32,
     /// Workers beyond `most` that are started, and wait to take a place.
     pub spares: u32,
-    /// How long the job may wait for workers.
+    /// Longest wait of the job for workers.
     pub timeout: Duration,
     /// Worlds after the first that may be formed; any number when absent.
     pub reset_limit: Option<u32>,
@@ -131,7 +132,7 @@ struct Connected {
     most: u32,
 }
 
-/// How the tasks know a registrar.
+/// Address and identity of a registrar for the tasks.
 struct Known {
     job_id: JobId,
     token: Token,
@@ -141,7 +142,7 @@ struct Known {
 }
 
 impl Known {
-    /// The one of a new job.
+    /// Returns the one of a new job.
     fn made_up(name: Option<String>) -> Result<Self> {
         Ok(Self { job_id: job_id(name)?, token: Token::random(), identity: tls::identity()?, port: None })
     }
@@ -184,11 +185,11 @@ impl Registrar {
         Self::start_fixed(options, known, false)
     }
 
-    /// As [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
+    /// Like [`Registrar::start`], for tasks whose numbers are their ranks; with a secret, for its job, and a token and a
     /// certificate made from it.
     ///
     /// # Errors
-    /// As [`Registrar::start`].
+    /// Like [`Registrar::start`].
     pub fn start_in_order(options: Options, secret: Option<&Secret>) -> Result<Self> {
         let known = match secret {
             None => Known::made_up(options.job_id.clone())?,
@@ -202,19 +203,19 @@ impl Registrar {
         Self::start_fixed(options, known, true)
     }
 
-    /// As [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
+    /// Like [`Registrar::start`], for workers that come and go. `options.tasks` is not looked at.
     ///
     /// # Errors
-    /// As [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
+    /// Like [`Registrar::start`]; `Options` also where the numbers of workers contradict each other.
     pub fn start_elastic(options: Options, elastic: &Elastic) -> Result<Self> {
         Self::start_kept(options, elastic, None)
     }
 
-    /// As [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
+    /// Like [`Registrar::start_elastic`], with a journal. If this process is killed, a registrar that is started with the
     /// same journal continues the job, at the same port, with the same token and certificate.
     ///
     /// # Errors
-    /// As [`Registrar::start_elastic`]; `Journal`.
+    /// Like [`Registrar::start_elastic`]; `Journal`.
     pub fn start_kept(options: Options, elastic: &Elastic, journal: Option<Journal>) -> Result<Self> {
         let Elastic { first, least, most, .. } = *elastic;
         if least == 0 || least > first || first > most {
@@ -223,7 +224,7 @@ impl Registrar {
             );
             return Err(Error::Options { reason });
         }
-        // Without a largest number there may be any number of workers: what is more waits its turn to connect.
+        // Without a maximum there may be any number of workers: additional ones wait for their turn to connect.
         let agents = |workers: u32| workers.saturating_add(elastic.spares).min(LIVING) + LEAVERS;
         let connected = Connected { least: agents(first), most: agents(most) };
         let options = Options { tasks: TASKS, ..options };
@@ -270,7 +271,7 @@ impl Registrar {
         })
     }
 
-    /// The state that an earlier registrar has left of this job, if this one continues it.
+    /// Returns the state that an earlier registrar has left of this job, if this one continues it.
     pub fn resumed(&self) -> Option<&Resumed> {
         self.core.resumed.as_ref()
     }
@@ -360,12 +361,12 @@ impl Registrar {
         Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
 
-    /// The ticket that a task needs to be admitted.
+    /// Returns the ticket that a task needs to be admitted.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
     }
 
-    /// The job's name.
+    /// Returns the job's name.
     pub fn job_id(&self) -> &JobId {
         self.ticket.job_id()
     }
@@ -379,17 +380,17 @@ impl Registrar {
         Ok(self.core.events(deadline))
     }
 
-    /// How many calls were let in so far.
+    /// Returns the number of calls admitted so far.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Whether the registrar is closed and every event was taken.
+    /// Returns whether the registrar is closed and every event was taken.
     pub fn is_finished(&self) -> bool {
         self.core.is_finished()
     }
 
-    /// The latest world, seen from rank 0.
+    /// Returns the latest world, seen from rank 0.
     pub fn assignment(&self) -> Option<World> {
         self.core.assignment()
     }
@@ -435,6 +436,21 @@ impl Registrar {
         Ok(())
     }
 
+    /// Sets a value that the ranks of the present world find under its key. No journal contains it.
+    ///
+    /// # Errors
+    /// `Forked`; `Refused` for a key or value that is too long, or if all values together are.
+    pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.own_process()?;
+        let generation = self.core.assignment().map(|world| world.generation).unwrap_or_default();
+        let put = self.core.kv().lock().put(generation, key.to_owned(), Bytes::copy_from_slice(value));
+        put.map_err(|full| Error::Refused {
+            job: self.job_id().to_string(),
+            call: "publish",
+            reason: full.to_string(),
+        })
+    }
+
     /// Ends the journal, if there is one: if this process is killed from now on, the job is not continued.
     pub fn end_journal(&self) {
         self.core.finish_journal();
@@ -452,7 +468,8 @@ impl Registrar {
         self.core.abort("the driver closed the job".to_owned());
         self.core.close();
         let Running { runtime, server } = running;
-        // The server ends when every connection has; what is still open after this is cut off by the shutdown.
+        // The server ends when every connection has ended; the shutdown closes connections that are still open after
+        // this.
         runtime.block_on(async move { drop(tokio::time::timeout(CLOSING, server).await) });
         runtime.shutdown_timeout(CLOSING);
         self.core.finish_journal();

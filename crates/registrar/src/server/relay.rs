@@ -23,14 +23,14 @@ use crate::generated::relay_piece::What;
 
 /// Calls that a task has not heard of yet.
 const RINGING: usize = 1024;
-/// How long a task may take to answer, and an end to say what it is.
+/// Longest time for a task to answer, and for an end to say what it is.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Pieces on their way from one end to the other.
 const UNDER_WAY: usize = 2;
 
 type Piece = Result<wire::RelayPiece, Status>;
 
-/// Where the calls for one world of a task go.
+/// The target of calls for one world of a task.
 type Door = (Generation, TaskId, u64);
 
 /// The stream of one end.
@@ -92,11 +92,11 @@ impl Exchange {
             }
             Some(What::Answer(id)) => {
                 let waiting = self.ringing.lock().remove(&id);
-                let gone = || Status::unavailable("whoever called is gone");
+                let gone = || Status::unavailable("the caller of this link is gone");
                 waiting.ok_or_else(gone)?.send(own).map_err(|_| gone())?;
             }
             Some(What::Data(_) | What::End(_)) | None => {
-                return Err(Status::invalid_argument("a link begins with whom it is to"));
+                return Err(Status::invalid_argument("the first message of a link must name its target"));
             }
         }
         Ok(ReceiverStream::new(heard))

@@ -39,7 +39,7 @@ const TOGETHER: Duration = Duration::from_secs(1);
 /// The service.
 pub(super) struct Service {
     core: Arc<Core>,
-    /// Where this registrar relays links.
+    /// The relay of links, if this registrar has one.
     exchange: Option<Exchange>,
 }
 
@@ -58,7 +58,7 @@ impl Service {
         self.exchange.as_ref().ok_or_else(|| Status::failed_precondition(reason))
     }
 
-    /// The caller's generation, if it is the one at work.
+    /// Returns the caller's generation, if it is the one at work.
     fn current(&self, caller: Caller) -> Result<watch::Receiver<Board>, Status> {
         let board = self.core.board();
         let (known, verdict) = {
@@ -344,7 +344,7 @@ impl Registrar for Service {
     }
 }
 
-/// The present world in pieces.
+/// Returns the present world in pieces.
 fn pieces(board: &Board) -> Pieces {
     let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
     Box::new((0..world.len()).step_by(PIECE).map(move |at| {
@@ -388,7 +388,7 @@ async fn listen(
                     break;
                 }
             }
-            // After the verdict, so that closing tells everybody first.
+            // After the verdict, so that all tasks get it before the end.
             () = closed(&mut closing) => break,
         }
     }

@@ -77,7 +77,7 @@ pub(crate) fn linked(
     };
     let meeting = Meeting::new(&client, &whole, part.as_deref(), interrupted);
     if world.size() == 1 {
-        // No other process has this rank, and nobody waits for it.
+        // No other process has this rank, and none waits for it.
         meeting.ask(b"", deadline)?;
         return alone(config, world, Some(client), wishes, deadline, interrupted);
     }
@@ -111,7 +111,7 @@ fn alone(
     begin(Session::new(engine, client, Arc::new(world), rest, config), wishes, deadline, interrupted)
 }
 
-/// Returns when everybody's engine runs and has all process sets (SE-2).
+/// Returns when the engines of all ranks run and have all process sets (SE-2).
 fn begin(
     session: Session,
     wishes: &Wishes,
@@ -173,7 +173,7 @@ fn join(
     }
 }
 
-/// Where all ranks are on one host nobody else has a reason to call.
+/// Returns the loopback address if all ranks are on one host: no other host has a reason to connect.
 fn loopback(world: &World) -> Option<IpAddr> {
     let own = &world.seat().host;
     let local = IpAddr::V4(Ipv4Addr::LOCALHOST);

@@ -280,7 +280,7 @@ fn process_sets_come_and_go_and_their_numbers_are_used_again_in_order() {
 }
 
 #[test]
-fn ranks_that_ask_for_different_sets_are_all_told_who_asked_for_what() {
+fn ranks_that_ask_for_different_sets_all_get_the_requests_of_all() {
     let texts = world(
         3,
         |_| "a".to_owned(),
@@ -300,7 +300,7 @@ fn ranks_that_ask_for_different_sets_are_all_told_who_asked_for_what() {
 }
 
 #[test]
-fn ranks_that_begin_with_different_sets_are_told_the_entry() {
+fn ranks_that_begin_with_different_sets_get_an_error_that_names_the_entry() {
     let texts = world(
         2,
         |_| "a".to_owned(),
@@ -330,7 +330,7 @@ fn parts_of_the_launched_world_form_worlds_of_their_own() {
 }
 
 #[test]
-fn ranks_that_ask_for_different_worlds_are_told_at_once() {
+fn ranks_that_ask_for_different_worlds_get_an_error_at_once() {
     let texts = world(
         3,
         |_| "a".to_owned(),

@@ -15,7 +15,7 @@ pub(crate) enum Found {
     World(Started),
 }
 
-/// A rank among others, as a starter of somebody else's has told it.
+/// A rank among others, as a foreign starter has told it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Started {
     /// The launcher, for messages.
@@ -29,7 +29,7 @@ pub(crate) struct Started {
     pub(crate) exact: Vec<(String, String)>,
     /// The batch job around it: several starts may share it.
     pub(crate) batch: Vec<(String, String)>,
-    /// Where rank 0 most likely is.
+    /// The likely host of rank 0.
     pub(crate) first_host: Option<String>,
     /// The variable with the rank.
     pub(crate) variable: &'static str,
@@ -59,7 +59,7 @@ pub(crate) fn detect(lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String>) 
     for starter in STARTERS.iter().filter(|starter| starter.applies(lookup)) {
         match one(starter, lookup)? {
             Some(one) => told.push(one),
-            // Whoever imports mpi4py without mpirun has Open MPI set variables of a world of one in its own process.
+            // If mpi4py is imported without mpirun, Open MPI sets variables of a world of one in this process.
             None if starter.own_names && !is_singleton => sizeless = sizeless.or(Some(starter)),
             None => {}
         }

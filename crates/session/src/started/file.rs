@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 /// Longest ticket that is read.
 const MOST: u64 = 64 << 10;
-/// Access that nobody but the owner has to such a file, or to a private folder.
+/// Permissions that only the owner may have on such a file, or on a private folder.
 const OTHERS: u32 = 0o077;
 
 /// A ticket file that this process has written; it goes with this value, unless another one took its place.
@@ -41,7 +41,7 @@ pub(super) fn private(folder: &Path) -> Result<(), String> {
     owned(&found).map_err(|reason| format!("{} {reason}", folder.display()))
 }
 
-/// A folder that somebody named.
+/// A folder named by the user.
 ///
 /// # Errors
 /// There is none.

@@ -20,16 +20,16 @@ use crate::{Error, Result, Told};
 
 /// A rank's variable for processes that it starts: the job, the rank, and the process of the rank.
 const HOLDER: &str = "FARANDOLE_RANK_HOLDER";
-/// The longest one attempt to reach the registrar takes before somebody is asked whether to give up.
+/// Longest attempt to reach the registrar before the caller is asked whether to give up.
 const DIAL: Duration = Duration::from_secs(2);
-/// The longest that the end of this process waits for the registrar.
+/// Longest time for which the end of this process waits for the registrar.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// After this long a line says what is waited for.
 const SILENCE: Duration = Duration::from_secs(10);
 /// Time between two looks for rank 0, at first and at most.
 const PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// How often a rank that has been let in looks whether it is in an earlier start's job.
+/// Interval at which an admitted rank checks whether it is in an earlier start's job.
 const GLANCE: Duration = Duration::from_secs(1);
 
 /// A place among ranks that others have started, kept for the life of the process.
@@ -42,7 +42,7 @@ struct Held {
 }
 
 static HELD: Mutex<Option<Held>> = Mutex::new(None);
-/// The registrar of the latest world that was formed by a communicator of somebody else's.
+/// The registrar of the latest world that was formed by a foreign communicator.
 static TOLD: Mutex<Option<(u32, Registrar)>> = Mutex::new(None);
 
 /// A place in a world that a caller has told, kept as long as the caller tells the same one.
@@ -65,8 +65,8 @@ struct Search<'a> {
     deadline: Instant,
 }
 
-/// The connection of the rank that somebody else's starter has made of this process; `None` in a process that nobody
-/// started, or that was started alone.
+/// The connection of the rank that a foreign starter has given this process; `None` in a process without a starter,
+/// or that was started alone.
 ///
 /// # Errors
 /// What contradicts itself in the environment, what keeps the ranks from meeting, `Interrupted`, `Held`.
@@ -130,8 +130,8 @@ fn held(started: &Started, job: &JobId) -> Result<Option<Client>> {
     }
 }
 
-/// What to leave in the environment of this process, by name and value, so that a process that it starts does not take
-/// itself for the same rank; nothing where nobody else started this one.
+/// Returns a variable to set in this process, by name and value, so that a process that it starts does not take
+/// itself for the same rank; nothing if no starter has started this one.
 pub fn holder() -> Option<(&'static str, String)> {
     if environment("FARANDOLE_JOB").is_some() {
         return None;
@@ -144,8 +144,8 @@ pub fn holder() -> Option<(&'static str, String)> {
     Some((HOLDER, format!("{job}|{}", of_process())))
 }
 
-/// Tells the registrar that this process ends well, where it is a rank that somebody else has started: no agent does it,
-/// and the others may continue, and form worlds, without it.
+/// Tells the registrar that this process ends well, if a foreign starter has started it: no agent does so, and the
+/// others may continue, and form worlds, without it.
 pub fn leave() {
     let client = match HELD.lock().as_ref() {
         Some(held) if held.process == process::id() => held.client.clone(),
@@ -153,11 +153,11 @@ pub fn leave() {
     };
     if let Err(error) = client.leave(Instant::now() + FAREWELL) {
         // Rank 0, which holds the registrar, may have ended first.
-        tracing::debug!(%error, "nobody has heard that this rank ends");
+        tracing::debug!(%error, "the end of this rank was not reported");
     }
 }
 
-/// Where this user's files of this host go.
+/// Returns the folders of this user's files on this host.
 fn folders() -> Folders {
     let own = rustix::process::geteuid().as_raw();
     let of_session = environment("XDG_RUNTIME_DIR")
@@ -168,7 +168,7 @@ fn folders() -> Folders {
 }
 
 impl Search<'_> {
-    /// Rank 0: holds the registrar, and tells where it is until everybody has come.
+    /// Rank 0: holds the registrar, and publishes its address until all ranks have come.
     fn take_in(&self, interrupted: &mut Interrupted<'_>) -> Result<(Client, Registrar)> {
         let mut options = Options::from_config(self.started.size, self.config);
         options.job_id = Some(self.job.0.clone());
@@ -196,7 +196,7 @@ impl Search<'_> {
                     self.say_once(&mut said, || format!("{what}; they look for {}", self.way));
                 }
                 Err(RegistrarError::Timeout { what, .. }) => {
-                    // Those who have come hear why, and not only that the registrar has gone.
+                    // The ranks that have come get the reason, and not only the loss of the registrar.
                     drop(registrar.abort(&format!("it has waited for {what}")));
                     return Err(self.missed(format!("{what}; they look for {}", self.way)));
                 }
@@ -321,13 +321,13 @@ impl Search<'_> {
 fn enter(ticket: &Ticket, rank: u32, config: &Config, deadline: Instant) -> Result<Client, RegistrarError> {
     let client = Client::connect(ticket, TaskId(rank), None, deadline)?;
     client.register(0, &facts::facts(), deadline)?;
-    // Nobody is there to end this process: its links see a lost peer, and calls of the registrar say why.
+    // No agent can end this process: its links see a lost peer, and calls of the registrar return the reason.
     client.watch(2 * config.peer_timeout, drop);
     Ok(client)
 }
 
-/// Holds the registrar of a world whose ranks somebody else has given out and can tell its ticket, which is returned: an
-/// MPI communicator. It lives until this process holds the next one.
+/// Holds the registrar of a world whose ranks an MPI communicator has given out, and returns its ticket, which the
+/// communicator can distribute. It lives until this process holds the next one.
 ///
 /// # Errors
 /// Those of [`Registrar::start`].

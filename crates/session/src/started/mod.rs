@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Processes that mpirun, srun, torchrun or another starter of somebody else's has started: they have ranks already, and
-//! have to find each other.
+//! Processes that mpirun, srun, torchrun or another foreign starter has started: they have ranks already, and have to
+//! find each other.
 //!
 //! ```text
 //! environment --detect--> Started --way--> Way --meet--> Client of the registrar in rank 0
@@ -15,8 +15,8 @@
 //! - **A file** of mode 0600 that rank 0 writes: on one host in a private directory of the user, on several in a
 //!   directory that all of them see. Owner and mode are checked before a byte of it is believed, and it is removed as
 //!   soon as all ranks have come.
-//! - **A secret** that the starter forwards (`FARANDOLE_JOB_SECRET`): everybody makes the same token and certificate from
-//!   it, and only `host:port` is left to know, which batch systems tell or `FARANDOLE_RENDEZVOUS` does.
+//! - **A secret** that the starter forwards (`FARANDOLE_JOB_SECRET`): all ranks make the same token and certificate
+//!   from it, and only need `host:port`, which comes from the batch system or from `FARANDOLE_RENDEZVOUS`.
 //!
 //! PMIx could carry the token, too, and does not: its daemons pass values on in clear, its library would have to be
 //! linked in the version of each site, and it is missing under half of the starters.

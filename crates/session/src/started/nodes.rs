@@ -7,7 +7,7 @@ use farandole_world::nodelist::expand;
 
 use super::Lookup;
 
-/// Where rank 0 most likely is. `read` reads a file.
+/// Returns the likely host of rank 0. `read` reads a file.
 pub(super) fn first(lookup: Lookup<'_>, read: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let word = |text: String| text.split_whitespace().next().map(str::to_owned);
     lookup("MASTER_ADDR")

@@ -22,7 +22,7 @@ pub(super) struct Starter {
     pub(super) own_names: bool,
 }
 
-/// How a starter tells whether all its processes are on one host.
+/// A starter's statement whether all its processes are on one host.
 #[derive(Debug)]
 pub(super) enum Spread {
     /// Number of processes on this host.
@@ -108,7 +108,7 @@ pub(super) const STARTERS: &[Starter] = &[
         exact: &["SLURM_JOB_ID", SLURM_STEP, "SLURM_RESTART_COUNT"],
         own_names: true,
     },
-    // Last: it has no size of its own, and counts only where nobody else tells one.
+    // Last: it has no size of its own, and counts only if no other starter gives one.
     Starter {
         name: "PMIx",
         key: "pmix",
@@ -121,8 +121,8 @@ pub(super) const STARTERS: &[Starter] = &[
 ];
 
 impl Starter {
-    /// How far within other starters it stands: of `srun mpirun` and `srun torchrun` the second one starts the process,
-    /// and the variables of the first are left over.
+    /// Returns the depth within other starters: of `srun mpirun` and `srun torchrun` the second one starts the
+    /// process, and the variables of the first are left over.
     pub(super) fn depth(&self, lookup: Lookup<'_>) -> u8 {
         match self.key {
             "torchrun" if lookup(TORCH_AGENT).is_some() => 2,
@@ -131,12 +131,13 @@ impl Starter {
         }
     }
 
-    /// Whether its variables are this process's: those of Slurm are also set in a batch script, where one process runs.
+    /// Returns whether its variables are this process's: those of Slurm are also set in a batch script, where one
+    /// process runs.
     pub(super) fn applies(&self, lookup: Lookup<'_>) -> bool {
         lookup(self.rank).is_some() && (self.key != "slurm" || lookup(SLURM_STEP).is_some())
     }
 
-    /// Whether all its processes are on one host; `None` where it does not say.
+    /// Returns whether all its processes are on one host; `None` where it does not say.
     pub(super) fn one_host(&self, size: u32, lookup: Lookup<'_>) -> Option<bool> {
         let number = |name: &str| lookup(name)?.trim().parse::<u32>().ok();
         match self.spread {

@@ -15,7 +15,7 @@ use super::Started;
 const FIRST_PORT: u16 = 20_000;
 const PORTS: u16 = 8_000;
 
-/// Where rank 0 leaves what the others need.
+/// The place in which rank 0 leaves the data that the others need.
 #[derive(Clone, Debug)]
 pub(crate) enum Way {
     /// A file that rank 0 writes into a folder.
@@ -27,7 +27,7 @@ pub(crate) enum Way {
         /// The file's name.
         name: String,
     },
-    /// An address, and a secret that everybody has.
+    /// An address, and a secret that all ranks have.
     Address {
         /// The secret.
         secret: Secret,
@@ -99,7 +99,7 @@ impl Way {
         Ok(Self::Address { secret, host, port })
     }
 
-    /// Whether only this host is to reach the registrar.
+    /// Returns whether only this host is to reach the registrar.
     pub(crate) fn stays_here(&self, started: &Started) -> bool {
         match self {
             Self::File { .. } => started.one_host,

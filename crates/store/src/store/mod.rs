@@ -28,7 +28,7 @@ pub struct Entry {
     pub path: String,
     /// Its size.
     pub bytes: u64,
-    /// When it was last written, if the backend says so.
+    /// Time of the last write, if the backend reports it.
     pub modified: Option<SystemTime>,
 }
 
@@ -39,7 +39,7 @@ pub struct Item {
     pub name: String,
     /// Size of a file, 0 of a directory.
     pub bytes: u64,
-    /// When a file was last written, if the backend says so.
+    /// Time of the last write to a file, if the backend reports it.
     pub modified: Option<SystemTime>,
     /// Whether it is a directory.
     pub is_directory: bool,
@@ -85,15 +85,15 @@ impl Store {
         Ok(Self { backend, location, prefix })
     }
 
-    /// The store that `path` names: another URL, an absolute path, or a place below this one.
+    /// Returns the store that `path` names: another URL, an absolute path, or a place below this one.
     ///
     /// # Errors
-    /// As [`Store::open`].
+    /// Like [`Store::open`].
     pub fn resolve(&self, path: &str) -> Result<Self> {
         if path.starts_with('/') || path.contains(":/") { Self::open(path) } else { self.child(path) }
     }
 
-    /// The store below this one.
+    /// Returns the store below this one.
     ///
     /// # Errors
     /// A path with `..` or empty parts.
@@ -111,12 +111,12 @@ impl Store {
         Ok(Self { backend: self.backend.clone(), location, prefix })
     }
 
-    /// The full URL.
+    /// Returns the full URL.
     pub fn url(&self) -> String {
         self.location.url()
     }
 
-    /// The directory, when it is on this machine's file system.
+    /// Returns the directory, when it is on this machine's file system.
     pub fn local_path(&self) -> Option<PathBuf> {
         match &self.location {
             Location::Local(path) => Some(path.clone()),
@@ -124,12 +124,12 @@ impl Store {
         }
     }
 
-    /// Whether files are fetched over a network.
+    /// Returns whether files are fetched over a network.
     pub fn is_remote(&self) -> bool {
         matches!(self.location, Location::Remote { .. })
     }
 
-    /// The whole path of a file here, for messages.
+    /// Returns the whole path of a file here, for messages.
     pub fn name_of(&self, path: &str) -> String {
         let whole = match &self.location {
             Location::Local(base) => base.display().to_string(),
@@ -177,7 +177,7 @@ impl Store {
         self.backend.waiter().wait(future)?.map_err(self.fail(action, path))
     }
 
-    /// A whole file.
+    /// Returns a whole file.
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
@@ -189,7 +189,7 @@ impl Store {
     /// Ranges of a file; near ones are fetched together.
     ///
     /// # Errors
-    /// As [`Store::read`], and a range past the end.
+    /// Like [`Store::read`], and a range past the end.
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -202,13 +202,13 @@ impl Store {
     /// Size of a file.
     ///
     /// # Errors
-    /// As [`Store::read`].
+    /// Like [`Store::read`].
     pub fn size(&self, path: &str) -> Result<u64> {
         let at = self.at(path)?;
         self.ask("look up", path, async |backend| backend.head(&at).await).map(|meta| meta.size)
     }
 
-    /// Whether there is a file of this name, or anything below it.
+    /// Returns whether there is a file of this name, or anything below it.
     ///
     /// # Errors
     /// A backend that cannot be asked.
@@ -228,7 +228,7 @@ impl Store {
         }
     }
 
-    /// The item at `path`.
+    /// Returns the item at `path`.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is nothing; as [`Store::read`].
@@ -260,7 +260,7 @@ impl Store {
         Ok(items)
     }
 
-    /// Every file below `path`, sorted; none when there is no such place.
+    /// Returns every file below `path`, sorted; none when there is no such place.
     ///
     /// # Errors
     /// A backend that cannot be asked.
@@ -283,7 +283,7 @@ impl Store {
     /// Writes a file that is seen whole or not at all; on a local file system also after a loss of power.
     ///
     /// # Errors
-    /// As [`Store::read`].
+    /// Like [`Store::read`].
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -292,10 +292,10 @@ impl Store {
         self.ask("write", path, async |backend| backend.put(&at, data.into()).await).map(drop)
     }
 
-    /// Writes a small file unless there is one of this name; says whether it did. Of many who try, one does.
+    /// Writes a small file unless there is one of this name; says whether it did. Of many attempts, one succeeds.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn create(&self, path: &str, data: Bytes) -> Result<bool> {
         let at = self.at(path)?;
         if let Location::Local(base) = &self.location {
@@ -313,11 +313,11 @@ impl Store {
         }
     }
 
-    /// Deletes what killed uploads left directly in this directory; the caller knows that nobody writes here. Only file
-    /// systems show such leavings.
+    /// Deletes what killed uploads left directly in this directory; the caller knows that there is no writer here.
+    /// Only file systems show such leavings.
     ///
     /// # Errors
-    /// As [`Store::look`] and [`Store::delete`].
+    /// Like [`Store::look`] and [`Store::delete`].
     pub fn tidy(&self) -> Result<()> {
         match &self.location {
             Location::Local(base) => local::tidy(base).map_err(|source| self.io("delete", "", source)),
@@ -333,7 +333,7 @@ impl Store {
     /// Starts a file that is written piece by piece.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn upload(&self, path: &str) -> Result<Upload> {
         let at = self.at(path)?;
         let inner = self.ask("write", path, async |backend| backend.put_multipart(&at).await)?;
@@ -344,7 +344,7 @@ impl Store {
     /// Deletes a file; a missing one is no error.
     ///
     /// # Errors
-    /// As [`Store::write`].
+    /// Like [`Store::write`].
     pub fn delete(&self, path: &str) -> Result<()> {
         let at = self.at(path)?;
         match self.ask("delete", path, async |backend| backend.delete(&at).await) {
@@ -353,11 +353,11 @@ impl Store {
         }
     }
 
-    /// As [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
+    /// Like [`Store::delete`], but a store over the network that does not answer is given up after `patience`; then it is
     /// not known whether the file is still there.
     ///
     /// # Errors
-    /// As [`Store::delete`], and [`Error::Late`].
+    /// Like [`Store::delete`], and [`Error::Late`].
     pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
         let at = self.at(path)?;
         let backend = self.backend.get()?;
@@ -378,7 +378,7 @@ impl Store {
     /// Deletes everything below `path`, directories too; returns how many files that were.
     ///
     /// # Errors
-    /// As [`Store::write`]; some files may be gone by then.
+    /// Like [`Store::write`]; some files may be gone by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         let entries = self.list(path)?;
         let paths = entries.iter().map(|entry| self.at(&entry.path)).collect::<Result<Vec<_>>>()?;
@@ -411,7 +411,7 @@ impl Store {
             let inner = if path.is_empty() { item.name } else { format!("{path}/{}", item.name) };
             self.remove_directories(&inner)?;
         }
-        // One in which somebody writes meanwhile stays, as it should.
+        // A directory with a writer stays, as it should.
         drop(self.delete(path));
         Ok(())
     }

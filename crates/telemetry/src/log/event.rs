@@ -22,11 +22,11 @@ const OVERHEAD: usize = 200;
 /// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// When it happened.
+    /// Time of the event.
     pub time: SystemTime,
-    /// How grave it is.
+    /// Severity.
     pub level: LogLevel,
-    /// Where it belongs: `farandole.engine.progress`.
+    /// Name of the logger: `farandole.engine.progress`.
     pub logger: String,
     /// The message, then each field as `name=value`.
     pub text: String,
@@ -58,7 +58,7 @@ impl Event {
         }
     }
 
-    /// The event as a line: `time level target: message field=value`.
+    /// Returns the event as a line: `time level target: message field=value`.
     pub fn to_line(&self, hide_time: bool) -> String {
         let mut line = String::with_capacity(self.text.len() + 80);
         if !hide_time {

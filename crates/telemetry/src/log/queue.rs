@@ -3,7 +3,7 @@
 
 //! Events that wait for another logger.
 //!
-//! The lock is the standard library's: it is a word in memory and nothing else, so that a forked child may try it.
+//! The lock is the standard library's: it is only a word in memory, so that a forked child may try it.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -16,7 +16,7 @@ use crate::ring::Weight as _;
 /// Bytes of events that may wait: some thousands.
 const BUDGET: usize = 1 << 20;
 
-/// How long the lock is tried: threads of this process hold it for some microseconds.
+/// Longest attempt to take the lock: threads of this process hold it for some microseconds.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 /// The events of this process.
@@ -52,7 +52,7 @@ impl Queue {
         Self { budget, state: Mutex::new(state), arrived: Condvar::new() }
     }
 
-    /// Has events kept. Whether this process did not do so before; `None` when the lock was lost by a fork.
+    /// Keeps events from now on. Whether this process did not do so before; `None` when the lock was lost by a fork.
     pub(super) fn open(&self) -> Option<bool> {
         let deadline = Instant::now() + PATIENCE;
         let mut state = loop {
@@ -72,7 +72,7 @@ impl Queue {
         Some(true)
     }
 
-    /// Adds an event, dropping the oldest ones until it fits. False when nobody takes events.
+    /// Adds an event, dropping the oldest ones until it fits. False if no thread takes events.
     pub(super) fn push(&self, event: Event) -> bool {
         let mut state = self.lock();
         if state.taker.is_none() {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_close_wakes_who_takes_after_the_last_events() {
+    fn a_close_wakes_the_taker_after_the_last_events() {
         let queue = Queue::new(BUDGET);
         queue.open();
         queue.push(event("last"));

@@ -3,7 +3,7 @@
 
 //! The receiver of events.
 //!
-//! The level is known to every place that emits: a place whose events nobody wants does one relaxed load and a comparison.
+//! The level is known to every place that emits: a place with unwanted events does one relaxed load and a comparison.
 
 use std::io::{Write as _, stderr};
 use std::process;
@@ -55,7 +55,7 @@ pub(super) fn install(level: LogLevel, hide_time: bool, keep: bool) {
     callsite::rebuild_interest_cache();
 }
 
-/// Whether this process keeps its events.
+/// Returns whether this process keeps its events.
 pub(super) fn keeps() -> bool {
     KEEPER.load(Ordering::Relaxed) == process::id()
 }
@@ -69,7 +69,7 @@ fn filter() -> LevelFilter {
     FILTERS.get(usize::from(LEVEL.load(Ordering::Relaxed))).copied().unwrap_or(LevelFilter::WARN)
 }
 
-/// Whether a library's event passes: its debug events are about itself, and far more than ours.
+/// Returns whether a library's event passes: its debug events are about itself, and far more than ours.
 fn passes(metadata: &Metadata<'_>, filter: LevelFilter) -> bool {
     let ours = metadata.target().starts_with("farandole");
     let filter = if ours || filter == LevelFilter::TRACE { filter } else { filter.min(LevelFilter::WARN) };
@@ -97,7 +97,7 @@ impl Subscriber for Lines {
         if keeps() && KEPT.push(event.clone()) {
             return;
         }
-        // In one piece. That nobody reads it any more is no reason to fail.
+        // In one piece. A closed reader is no reason to fail.
         let line = event.to_line(HIDE_TIME.load(Ordering::Relaxed));
         drop(stderr().write_all(line.as_bytes()));
     }

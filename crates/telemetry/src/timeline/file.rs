@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The file of a timeline. With a limit, it is two files: what was written last, and what came before.
+//! The file of a timeline. With a limit, it is two files: the newest records, and those before.
 //!
 //! ```text
 //! 0.json is full:  0.json.old is removed, 0.json becomes 0.json.old, 0.json begins anew
@@ -20,11 +20,11 @@ const LEAST: u64 = 32 << 10;
 const TOGETHER: u64 = 64 << 10;
 const END: &str = "\n]\n";
 
-/// Where records go. The file ends with `]` after every write; the next one begins by overwriting that.
+/// The file of records. It ends with `]` after every write; the next write begins by overwriting that.
 pub(super) struct Pages {
     path: PathBuf,
     file: File,
-    /// Where the next record goes.
+    /// Offset of the next record.
     offset: u64,
     /// Bytes after which the next file begins.
     most: u64,
@@ -40,17 +40,17 @@ impl Pages {
         Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, most })
     }
 
-    /// Whether nothing was written to the file yet.
+    /// Returns whether nothing was written to the file yet.
     pub(super) fn is_empty(&self) -> bool {
         self.offset == 0
     }
 
-    /// Bytes of records after which they are written: a small part of a file, so that its size is kept.
+    /// Returns the bytes of records after which they are written: a small part of a file, so that its size is kept.
     pub(super) fn together(&self) -> u64 {
         TOGETHER.min(self.most / 4)
     }
 
-    /// Whether the next records go to the next file.
+    /// Returns whether the next records go to the next file.
     pub(super) fn is_full(&self) -> bool {
         self.offset.saturating_add(self.together()) > self.most
     }

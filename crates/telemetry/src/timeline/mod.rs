@@ -29,7 +29,7 @@ use crate::{Ring, Weight};
 const BUDGET: usize = 32 << 20;
 /// Events of this long are written together.
 const GATHER: Duration = Duration::from_millis(20);
-/// How long the writer sleeps when nothing happens.
+/// Longest sleep of the writer when nothing happens.
 const LONG: Duration = Duration::from_secs(3600);
 
 /// No rank: the arrivals of all are wanted.
@@ -56,7 +56,7 @@ pub struct Track {
     pub tensor: Arc<str>,
 }
 
-/// Whose timeline it is: what merging the files of all ranks needs to know.
+/// The owner of a timeline: the facts that merging the files of all ranks needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Title<'a> {
     /// Name of the process in the trace.
@@ -67,7 +67,7 @@ pub struct Title<'a> {
     pub host: &'a str,
     /// Number of ranks.
     pub size: usize,
-    /// Which world of an elastic job it is.
+    /// Number of the world of an elastic job.
     pub generation: u64,
 }
 
@@ -78,7 +78,7 @@ pub struct Extent {
     pub cycles: bool,
     /// Whether arrivals of other ranks are left out, because each rank writes its own file.
     pub own: bool,
-    /// Bytes that it may take; what is oldest is given up. `None`: no limit.
+    /// Its greatest size in bytes; the oldest records are dropped. `None`: no limit.
     pub limit: Option<u64>,
 }
 
@@ -121,18 +121,18 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Whether anybody wants events.
+    /// Returns whether anybody wants events.
     pub fn is_on(&self) -> bool {
         self.state.load(Ordering::Relaxed) != 0
     }
 
-    /// The rank whose arrivals alone are wanted, where each rank writes its own file.
+    /// Returns the rank whose arrivals alone are wanted, where each rank writes its own file.
     pub fn only(&self) -> Option<u32> {
         Some(self.whose.load(Ordering::Relaxed)).filter(|rank| *rank != ALL)
     }
 
-    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the file
-    /// is there and valid. With a limit, the file has half of it at most, and what came before is in the file with
+    /// Writes to `path` from now on, which is created or emptied; what ran before is ended first. Returns when the
+    /// file is there and valid. With a limit, the file has half of it at most, and older records are in the file with
     /// [`OLD`] after its name.
     ///
     /// # Errors
@@ -161,7 +161,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// Writes what is left and ends. Does nothing when nothing runs.
+    /// Writes the remaining records and ends. Does nothing when nothing runs.
     ///
     /// # Errors
     /// When the file could not be written to its end.
@@ -178,12 +178,12 @@ impl Timeline {
         thread.join().unwrap_or_else(|_| Err(io::Error::other("the timeline's thread panicked")))
     }
 
-    /// Something begins on a track, inside of what has begun there before.
+    /// A span begins on a track, inside the spans that have begun there before.
     pub fn begin(&self, track: &Track, name: &'static str) {
         self.record(|| What::Begin(track.clone(), name, None));
     }
 
-    /// As [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
+    /// Like [`Timeline::begin`], for an operation of a list: its number is the same on all ranks.
     pub fn begin_listed(&self, track: &Track, name: &'static str, list: u64) {
         self.record(|| What::Begin(track.clone(), name, Some(list)));
     }
@@ -226,7 +226,7 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        // Nobody is left to be told that the file is cut short.
+        // No caller is left for the error that the file is cut short.
         drop(self.stop());
     }
 }

@@ -186,7 +186,7 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
 }
 
 #[test]
-fn it_is_told_whose_arrivals_are_wanted() {
+fn it_gets_the_rank_whose_arrivals_are_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let timeline = Timeline::default();
     let title = Title { rank: 1, ..Title::default() };

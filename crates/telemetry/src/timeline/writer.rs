@@ -14,7 +14,7 @@ use super::{Event, Produced, Title, Track, What};
 
 /// Name of the track with the phases of training steps.
 const PHASES: &str = "steps";
-/// How often both clocks are read at the start; the reading that took the least time counts.
+/// Number of readings of both clocks at the start; the reading that took the least time counts.
 const READINGS: usize = 5;
 
 struct Place {
@@ -79,7 +79,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Whose timeline it is, and from when on the file has all events.
+    /// Writes the owner of the timeline, and the time from which on the file has all events.
     fn head(&mut self, since: u128) {
         let Heading { name, rank, host, size, generation, epoch } = &self.title;
         let (mut quoted, mut on) = (String::new(), String::new());
@@ -94,7 +94,7 @@ impl Writer {
 
     pub(super) fn write(&mut self, events: &[Event], dropped: u64) -> io::Result<()> {
         if dropped > 0 {
-            // Ends may be among what was lost: nothing stays open.
+            // Ends may be among the lost records: no span stays open.
             let at =
                 events.first().map_or_else(|| self.elapsed(Instant::now()), |event| self.elapsed(event.at));
             self.close_all(at);
@@ -111,7 +111,7 @@ impl Writer {
         self.flush()
     }
 
-    /// Ends what is open.
+    /// Ends open spans.
     pub(super) fn finish(mut self) -> io::Result<()> {
         let at = self.elapsed(Instant::now());
         self.close_all(at);
@@ -164,7 +164,7 @@ impl Writer {
         self.record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
     }
 
-    /// The track's place, which the file names from now on.
+    /// Returns the track's place, which the file names from now on.
     fn place(&mut self, track: &Track) -> &mut Place {
         let page = self.page;
         let (pid, named) = match self.places.get(track) {
@@ -235,7 +235,7 @@ impl Writer {
     }
 }
 
-/// One moment by both clocks, the second in microseconds since the epoch.
+/// Returns one moment by both clocks, the second in microseconds since the epoch.
 fn clocks() -> (Instant, u128) {
     let read = || {
         let start = Instant::now();

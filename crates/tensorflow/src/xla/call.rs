@@ -18,7 +18,7 @@ use crate::kernel::member;
 use crate::output::Brought;
 use crate::world;
 
-/// Where results go: each tensor's, then the token's, which orders calls and carries nothing.
+/// Storage of results: each tensor's, then the token's, which orders calls and carries nothing.
 type Outputs = *const *mut c_void;
 
 /// The function that XLA calls.
@@ -46,7 +46,7 @@ pub(super) unsafe extern "C" fn run(
 }
 
 /// # Safety
-/// As [`run`]; the plan fits the addresses.
+/// Like [`run`]; the plan fits the addresses.
 unsafe fn perform(plan: &Plan, outputs: Outputs, inputs: *const *const c_void) -> Result<(), String> {
     // SAFETY: the caller's promise, for all of these; every call has a token, which is written for order's sake.
     unsafe {
@@ -82,7 +82,7 @@ struct Waiting<'a> {
 }
 
 /// # Safety
-/// As [`perform`].
+/// Like [`perform`].
 unsafe fn collect(
     operation: Operation,
     collective: &Collective,

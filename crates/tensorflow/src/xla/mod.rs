@@ -7,7 +7,7 @@
 //! outputs and a text that was fixed when the program was traced ([`plan`]); shapes are not told, so the text has them.
 //! The call blocks: XLA's thread drives the operation itself, as a Python thread does that asks for one.
 //!
-//! The registry of custom calls is C++ and no stable interface. What is used of it is looked up by name: two functions,
+//! The registry of custom calls is C++ and no stable interface. Its used parts are looked up by name: two functions,
 //! and `std::string` by libstdc++'s layout. Python tries a compiled call before it relies on this.
 
 mod call;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The text of a custom call: what is to be done with tensors of which shapes.
+//! The text of a custom call: the operation, and the shapes of its tensors.
 //!
 //! ```text
 //! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," ranks "," name { ";" tensor }

@@ -46,7 +46,7 @@ struct Text {
 }
 
 impl Text {
-    /// A text to be read only: C++ must not destroy it, and never gets to.
+    /// Returns a text to be read only: C++ must not destroy it, and never gets to.
     fn over(text: &'static CStr) -> Self {
         let length = text.count_bytes();
         Self { data: text.as_ptr(), length, short: [length, 0] }
@@ -71,7 +71,7 @@ struct View {
 /// Makes [`call::run`] known to XLA's compiler for the CPU, by the name `farandole`.
 ///
 /// # Errors
-/// What this TensorFlow lacks, or lays out in another way.
+/// The reason: a part that this TensorFlow lacks, or lays out in another way.
 pub(super) fn register() -> Result<(), String> {
     let found = |name: &'static CStr| {
         symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
@@ -99,7 +99,7 @@ pub(super) fn register() -> Result<(), String> {
     Ok(())
 }
 
-/// Has XLA read a failure that was written here.
+/// Lets XLA read a failure that was written here.
 ///
 /// # Safety
 /// The functions are what their types say.

@@ -40,7 +40,7 @@ impl Half {
         Ok(Self { private, public })
     }
 
-    /// What both sides then hold; `None` when the other side sent what is no public key.
+    /// Returns the common secret; `None` if the other side's public key is invalid.
     pub(crate) fn meet(self, job: &[u8; 32], other: &[u8; PUBLIC]) -> Option<Secret> {
         let other = UnparsedPublicKey::new(&X25519, other);
         let salt = Salt::new(HKDF_SHA256, job);
@@ -48,7 +48,7 @@ impl Half {
     }
 }
 
-/// What two sides of an exchange have in common.
+/// The common secret of two sides of an exchange.
 #[derive(Clone)]
 pub(crate) struct Secret(Prk);
 

@@ -12,12 +12,13 @@
 //! acceptor -> accepted   status, HMAC(key, "accepted" | status | hello | challenge)   (+ descriptors)
 //! ```
 //!
-//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the first, so nothing can be
-//! replayed, and the role does, so nothing can be reflected. The first code can be replayed: it only tells strangers from
-//! those who may be ranks, before anything is computed for them. What follows on TCP is sealed ([`crate::record`]) with
-//! keys of the [`exchange`]; a segment of shared memory needs none, and then public keys are zero.
+//! Every message has a fixed size; numbers are little endian. Both nonces enter every code but the first, so nothing
+//! can be replayed, and the role does, so nothing can be reflected. The first code can be replayed: it only
+//! distinguishes strangers from possible ranks, before anything is computed for them. What follows on TCP is sealed
+//! ([`crate::record`]) with keys of the [`exchange`]; a segment of shared memory needs none, and then public keys are
+//! zero.
 //!
-//! Magic and version stand first in all versions, and whoever reads another version there answers or says so.
+//! Magic and version stand first in all versions, and a rank that reads another version there answers or reports it.
 
 pub(crate) mod exchange;
 
@@ -42,7 +43,7 @@ const CODE: usize = 32;
 /// Magic, version, and what a challenge says next: its status.
 pub(crate) const OPENING: usize = 12;
 const HELLO_HEAD: usize = 112;
-/// Where a hello's public key begins.
+/// Offset of a hello's public key.
 const HELLO_PUBLIC: usize = HELLO_HEAD - PUBLIC;
 pub(crate) const HELLO: usize = HELLO_HEAD + CODE;
 const CHALLENGE_PUBLIC: usize = OPENING + 2 + 32;
@@ -125,7 +126,7 @@ impl fmt::Display for Status {
 pub(crate) struct Hello {
     pub(crate) version: u16,
     pub(crate) carrier: Carrier,
-    /// What the dialer would seal with.
+    /// The suite that the dialer proposes.
     pub(crate) suite: Suite,
     pub(crate) generation: Generation,
     pub(crate) channel: u32,
@@ -217,13 +218,14 @@ impl Reader<'_> {
     }
 }
 
-/// Whether the first bytes of a message are ours, and else what speaks there; `None` when it is no version of this.
+/// Returns whether the first bytes of a message are ours, and else what speaks there; `None` when it is no version of
+/// this.
 pub(crate) fn version(bytes: &[u8]) -> Option<u16> {
     let mut reader = Reader(bytes);
     (reader.take::<8>()? == MAGIC).then(|| reader.take().map(u16::from_le_bytes))?
 }
 
-/// What a rank of another version is answered: so much is the same in all of them.
+/// Returns the answer to a rank of another version: this much is the same in all versions.
 pub(crate) fn other_version() -> [u8; OPENING] {
     let mut bytes = [0; OPENING];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -275,13 +277,13 @@ impl Offer {
     }
 }
 
-/// What both sides have said so far, the codes over it, and the keys that follow from it.
+/// The messages of both sides so far, the codes over them, and the keys that follow from them.
 #[derive(Clone)]
 pub(crate) struct Transcript {
     key: Key,
     hello: [u8; HELLO],
     challenge: [u8; CHALLENGE_HEAD],
-    /// Where there is an exchange, and the other's public key is one.
+    /// The common secret, if there is an exchange and the other's public key is valid.
     secret: Option<Secret>,
 }
 
@@ -292,7 +294,7 @@ impl Transcript {
         key.mac(&[b"hello", &[0], head]).is_some_and(|mac| mac.verify_slice(code).is_ok())
     }
 
-    /// Acceptor: answers a hello; the second part goes to the dialer. Those who are not welcome cost little.
+    /// Acceptor: answers a hello; the second part goes to the dialer. Unwelcome callers cost little.
     pub(crate) fn answer(key: &Key, hello: [u8; HELLO], status: Status) -> Result<(Self, [u8; CHALLENGE])> {
         let decoded = Hello::decode(&hello).filter(|_| status == Status::Welcome);
         let half = match decoded.as_ref().map(|hello| hello.carrier) {
@@ -326,7 +328,7 @@ impl Transcript {
         self.secret = other.first_chunk().and_then(|other| half.meet(&self.key.0, other));
     }
 
-    /// What seals the connection from now on; `None` where nothing was exchanged.
+    /// Returns the keys that seal the connection from now on; `None` if none were exchanged.
     pub(crate) fn keys(&self, side: Side) -> Option<Keys> {
         let suite = Suite::from_code(self.challenge[OPENING])?;
         self.secret.as_ref()?.keys(side, suite, &self.hello, &self.challenge)

@@ -38,7 +38,7 @@ fn shaken(offer: Offer) -> (Transcript, Transcript) {
     (dialer, acceptor)
 }
 
-/// Whether what one end seals opens at the other.
+/// Returns whether what one end seals opens at the other.
 fn opens(from: &mut Seal, to: &mut Seal) -> bool {
     let mut payload = *b"some bytes";
     let (header, tag) = from.seal(Kind::Bytes, &mut payload).unwrap();
@@ -130,7 +130,7 @@ fn a_segment_of_shared_memory_has_no_keys() {
     assert!(dialer.keys(Side::Dialer).is_none() && acceptor.keys(Side::Acceptor).is_none());
 }
 
-/// A key of small order would make the secret known to everybody.
+/// A key of small order would make the secret public.
 #[test]
 fn a_public_key_that_gives_nothing_away_is_no_key() {
     for public in [[0; PUBLIC], std::array::from_fn(|at| u8::from(at == 0))] {
@@ -163,7 +163,7 @@ fn every_byte_of_a_hello_is_under_its_code() {
 #[test]
 fn a_public_key_cannot_be_changed_on_the_way() {
     let (ours, theirs) = (offer(&KEY), offer(&KEY));
-    // Somebody in the middle puts his own key in, and cannot make the code.
+    // A man in the middle inserts another key, and cannot make the code.
     let mut hello = *ours.hello();
     hello[HELLO_PUBLIC..HELLO_HEAD].copy_from_slice(&theirs.hello()[HELLO_PUBLIC..HELLO_HEAD]);
     assert!(!Transcript::knows(&KEY, &hello));

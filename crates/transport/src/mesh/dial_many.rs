@@ -17,7 +17,7 @@ use crate::dial::Wait;
 const PEERS: usize = 4;
 /// Dials under way at most.
 const MOST: usize = 16;
-/// How often the caller is asked whether to give up.
+/// Interval at which the caller is asked whether to give up.
 const ASK: Duration = Duration::from_secs(1);
 
 /// Dials under way at once, for so many peers.
@@ -26,7 +26,7 @@ pub fn dials_at_once(peers: usize) -> usize {
     (peers / PEERS).clamp(1, MOST)
 }
 
-/// What `dial` returns for each of the peers, with its place. After the first error no further peer is dialled.
+/// Dials all peers, and returns the results with their places. After the first error no further peer is dialled.
 pub(super) fn dial_all<T: Send>(
     peers: &[(usize, Rank)],
     wait: &mut Wait<'_>,

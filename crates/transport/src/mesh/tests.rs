@@ -112,7 +112,7 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     assert_eq!(hear(), (3, b"why".to_vec()));
 }
 
-/// Adds an address that nobody answers at to the card of rank 0.
+/// Adds an address without an answer to the card of rank 0.
 struct Misled(MemoryRendezvous, SocketAddr);
 
 impl Rendezvous for Misled {
@@ -234,7 +234,7 @@ fn lost(rank: u32, reason: &str) -> Word {
 }
 
 #[test]
-fn tr_4_a_loss_is_told_once_to_every_peer_and_to_those_that_come_later() {
+fn tr_4_a_loss_is_reported_once_to_every_peer_and_to_later_ones() {
     let (shared, service) = service(6);
     let (mut one, mut two) = (watched(&shared, 1), watched(&shared, 2));
     let service = thread::spawn(move || service.run());
@@ -262,7 +262,7 @@ fn tr_4_a_loss_is_told_once_to_every_peer_and_to_those_that_come_later() {
 
 /// Only the way between two others may be broken, and then this rank can still speak with both.
 #[test]
-fn who_watches_a_rank_believes_nobody_else_and_passes_the_news_on() {
+fn a_watcher_of_a_rank_believes_no_other_rank_and_passes_the_news_on() {
     let (shared, service) = service(4);
     let (mut one, mut two) = (watched(&shared, 1), watched(&shared, 2));
     let service = thread::spawn(move || service.run());

@@ -4,22 +4,22 @@
 //! The sleepers, and those to wake: the parker without its system calls, so that loom can try every order of what
 //! several threads do with it (`make loom`).
 //!
-//! The models have one sleeper, as an engine has: whoever drives. That a wake reaches all of several rests on the one
-//! order of all `SeqCst` accesses, which loom does not know (to it they are acquire and release), so it cannot judge it;
-//! `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
+//! The models have one sleeper, as an engine has: the driving thread. That a wake reaches all of several rests on the
+//! one order of all `SeqCst` accesses, which loom does not know (to it they are acquire and release), so it cannot
+//! judge it; `a_wake_reaches_every_sleeper_though_peers_need_not_ring` runs four of them instead.
 
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 
-/// What one place to sleep in consists of.
+/// The parts of one place to sleep in.
 pub(super) trait Place {
-    /// How a wait ended.
+    /// The result of a wait.
     type Outcome;
-    /// What may go wrong.
+    /// The error.
     type Error;
 
     /// Peers need not ring any more.
     fn unpark(&self);
-    /// Whether peers shall ring.
+    /// Returns whether peers shall ring.
     fn parked(&self) -> bool;
     /// Ends all waits until it is answered.
     fn ring(&self);
@@ -27,7 +27,7 @@ pub(super) trait Place {
     fn answer(&self);
     /// Waits for a ring, or for anything else that concerns a sleeper; whether it came.
     fn wait(&self) -> Result<bool, Self::Error>;
-    /// What a sleeper is told.
+    /// Returns the result for a sleeper.
     fn outcome(woken: bool) -> Self::Outcome;
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Sleepers {
 }
 
 impl Sleepers {
-    /// Sleeps, unless somebody rang or cancelled since the preparation.
+    /// Sleeps, unless there was a ring or a cancellation since the preparation.
     pub(super) fn park<P: Place>(&self, place: &P) -> Result<P::Outcome, P::Error> {
         self.count.fetch_add(1, Ordering::SeqCst);
         // Counted first, looked second: `wake` looks at the flag first.
@@ -53,8 +53,8 @@ impl Sleepers {
         }
         place.answer();
         self.signalled.swap(false, Ordering::AcqRel);
-        // Whoever else heard of it is rung again, since the ring was answered. Either he is counted by now, or he finds
-        // that nobody is parked.
+        // Other sleepers that saw it are rung again, since the ring was answered. Either such a sleeper is counted by
+        // now, or it finds no parked thread.
         place.unpark();
         if self.count.fetch_sub(1, Ordering::SeqCst) > 1 {
             place.ring();
@@ -62,10 +62,10 @@ impl Sleepers {
         woken.map(P::outcome)
     }
 
-    /// Wakes everybody who sleeps or has prepared to.
+    /// Wakes all threads that sleep or have prepared to.
     pub(super) fn wake(&self, place: &impl Place) {
         fence(Ordering::SeqCst);
-        // In this order: whoever found the flag set, which another has reset since, had been counted before.
+        // In this order: a thread that found the flag set, which another has reset since, had been counted before.
         let asleep = place.parked() || self.count.load(Ordering::SeqCst) > 0;
         if asleep && !self.signalled.swap(true, Ordering::AcqRel) {
             place.ring();
@@ -152,7 +152,7 @@ mod tests {
     }
 
     impl World {
-        /// Sleeps until the word is at least this; loom reports it when nobody ever wakes us.
+        /// Sleeps until the word is at least this; loom reports a thread that is never woken.
         fn sleep_until(&self, least: u32) {
             while self.word.load(Ordering::Acquire) < least {
                 self.bell.park();

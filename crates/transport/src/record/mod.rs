@@ -76,7 +76,8 @@ impl Header {
         Some(Self(bytes))
     }
 
-    /// What it promises. `None` for what no sender writes; nothing is known of the sender before the record has opened.
+    /// Returns the promised record. `None` for one that no sender writes; before the record has opened, nothing
+    /// proves the sender.
     pub(crate) fn promises(self) -> Option<(Kind, usize)> {
         let (length, rest) = self.0.split_first_chunk::<4>()?;
         let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
@@ -143,7 +144,7 @@ impl Seal {
         Ok(())
     }
 
-    /// What is said of a record that is no record.
+    /// Returns the error for an invalid record.
     pub(crate) fn tampered(&self) -> Tampered {
         Tampered { record: self.record }
     }

@@ -12,7 +12,7 @@ use ring::aead::{AES_128_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, Unboun
 
 use super::{HEADER, TAG};
 
-/// What seals the records of a connection. A processor that has one has those before it.
+/// A cipher suite that seals the records of a connection. A processor that supports one supports those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Suite {
     ChaCha20Poly1305,

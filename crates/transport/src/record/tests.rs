@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Those that this processor has.
+/// The suites that this processor supports.
 fn suites() -> impl Iterator<Item = Suite> {
     Suite::ALL.into_iter().filter(|suite| *suite <= Suite::own())
 }

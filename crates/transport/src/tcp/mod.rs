@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Link halves over one or several TCP connections: a private ring each way, pumped by whoever polls either half.
+//! Link halves over one or several TCP connections: a private ring each way, pumped by a poll of either half.
 //!
 //! Bytes are dealt to the connections in fixed blocks ([`stripes`]); the receiver reads each connection straight to
 //! where its blocks belong in the ring, so that nothing is copied to put it in order. What crosses a connection is sealed
@@ -46,7 +46,7 @@ use stripes::Stripes;
 
 const CLOSED: &str = "it closed the connection";
 
-/// What both halves share.
+/// The shared state of both halves.
 pub(crate) struct Connection {
     sockets: Vec<OwnedFd>,
     peer: Arc<Peer>,
@@ -93,7 +93,7 @@ impl Connection {
         moved
     }
 
-    /// Somebody on the way meddled with a connection: the peer is lost, for nothing on any of them can be relied on.
+    /// A connection's bytes were changed on the way: the peer is lost, because none of its connections can be trusted.
     fn tampered(&self, number: usize, what: &str) -> String {
         let address = self.sockets.get(number).map_or(String::new(), addresses::of_peer);
         let channel = self.channel;
@@ -152,7 +152,7 @@ impl Outgoing {
     }
 }
 
-/// Where a position lies in a window that begins at `base`.
+/// Returns the offset of a position in a window that begins at `base`.
 fn within(base: u64, position: u64) -> usize {
     usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
 }
@@ -292,9 +292,9 @@ struct TcpReceiver {
     /// By connection.
     receiving: Vec<Receiving>,
     stripes: Stripes,
-    /// Why nothing more will come, by connection.
+    /// The reason why nothing more will come, by connection.
     ended: Vec<Option<String>>,
-    /// Why nothing more can be believed.
+    /// The reason why nothing more can be believed.
     broken: Option<String>,
     /// The ring was full: bytes may wait in a socket without an edge to tell.
     full: bool,

@@ -15,16 +15,16 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
-/// What the kernel knows.
+/// The kernel's view of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sight {
     /// Something was sent that is not confirmed.
     awaits: bool,
     /// Questions whether the other end takes more, sent one after the other without an answer.
     unanswered: u8,
-    /// How long ago the last confirmation came.
+    /// Time since the last confirmation.
     heard: Duration,
-    /// The other end has all we sent, and knows that nothing follows.
+    /// The other end has all bytes sent, and knows that nothing follows.
     pub(crate) done: bool,
 }
 
@@ -35,7 +35,7 @@ impl Sight {
     /// Looks at a connected socket.
     ///
     /// # Errors
-    /// The kernel's, for what is no TCP socket.
+    /// The kernel's error for a socket that is not TCP.
     pub(crate) fn of(socket: impl AsFd) -> Result<Self, Errno> {
         let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
         let mut length = libc::socklen_t::try_from(size_of::<libc::tcp_info>()).unwrap_or(0);
@@ -65,19 +65,19 @@ impl Sight {
     }
 }
 
-/// Has the kernel ask the other end now and then while nothing is sent: else an end that only waits would never know that
-/// packets vanish. What is sent and vanishes is repeated often enough, where the kernel can be told so, that a network
-/// that comes back within the peer timeout is noticed.
+/// Lets the kernel probe the other end now and then while nothing is sent: otherwise an end that only waits would
+/// never notice that packets vanish. What is sent and vanishes is repeated often enough, where the kernel can be told
+/// so, that a network that comes back within the peer timeout is noticed.
 ///
 /// # Errors
-/// The kernel's, for what is no TCP socket.
+/// The kernel's error for a socket that is not TCP.
 pub(crate) fn keep_asking(socket: impl AsFd, peer_timeout: Duration) -> Result<(), Errno> {
     repeat_within(&socket, LONGEST_PAUSE);
     // The kernel counts in seconds.
     let pause = Duration::from_secs((peer_timeout / 5).as_secs().clamp(1, 60));
     sockopt::set_tcp_keepidle(&socket, pause)?;
     sockopt::set_tcp_keepintvl(&socket, pause)?;
-    // It is ours to judge, as long as the kernel lets it be so.
+    // This process judges it, as long as the kernel allows that.
     sockopt::set_tcp_keepcnt(&socket, 127)?;
     sockopt::set_socket_keepalive(&socket, true)
 }
@@ -109,12 +109,12 @@ fn repeat_within(socket: impl AsFd, pause: Duration) {
 /// without an answer, and the next comes at most this long after the answer before.
 const ANSWERS: Duration = Duration::from_millis(1600);
 
-/// How long a connection has confirmed nothing of what waits for it.
+/// The time for which a connection has confirmed no pending bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Silence(Duration);
 
 impl Silence {
-    /// Whether something waited for its confirmation at the last look.
+    /// Returns whether something waited for its confirmation at the last look.
     pub(crate) fn lasts(self) -> bool {
         !self.0.is_zero()
     }
@@ -126,8 +126,8 @@ impl Silence {
             Sight { awaits: false, .. } => Duration::ZERO,
             Sight { heard, .. } if heard < lived => heard,
             Sight { unanswered: 1, heard, .. } if heard < ANSWERS => Duration::ZERO,
-            // Two without an answer tell of a dead path, which has been dead since the last answer: there was nothing to
-            // confirm before the first question.
+            // Two questions without an answer mean a dead path, which has been dead since the last answer: there was
+            // nothing to confirm before the first question.
             Sight { unanswered: 2.., heard, .. } => heard.max(self.0 + lived),
             _ => self.0 + lived,
         };

@@ -24,7 +24,7 @@ struct Sealed {
     header: Header,
     length: usize,
     tag: [u8; TAG],
-    /// Of header, payload and tag.
+    /// Sent bytes of header, payload and tag.
     sent: usize,
 }
 
@@ -73,13 +73,13 @@ impl Sending {
             let mut bytes = [0; HEADER + TAG];
             bytes[..HEADER].copy_from_slice(&header.0);
             bytes[HEADER..].copy_from_slice(&tag);
-            // Who does not hear it sees the end of the connection.
+            // A peer that does not get it sees the end of the connection.
             let _ = send(socket, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         }
     }
 }
 
-/// What is left of some parts behind their first `gone` bytes.
+/// Returns the rest of some parts after their first `gone` bytes.
 fn rest<const N: usize>(parts: [&[u8]; N], mut gone: usize) -> [&[u8]; N] {
     parts.map(|part| {
         let skipped = gone.min(part.len());

@@ -43,7 +43,7 @@ impl Stripes {
         self.cursors.iter().copied().min().unwrap_or(0)
     }
 
-    /// Whether anything after [`complete`](Self::complete) has gone already.
+    /// Returns whether anything after [`complete`](Self::complete) has gone already.
     pub(super) fn ahead(&self) -> bool {
         self.moved != self.complete()
     }
@@ -53,14 +53,14 @@ impl Stripes {
         usize::try_from(position / self.block).unwrap_or(usize::MAX) % self.cursors.len()
     }
 
-    /// What a connection may move next, before `end`.
+    /// Returns the next bytes of a connection, before `end`.
     pub(super) fn extent(&self, connection: usize, end: u64) -> Option<Range<u64>> {
         let (extent, _) = self.room(connection, end);
         (!extent.is_empty()).then_some(extent)
     }
 
-    /// Where a connection moves next, as far as it may before `end`, which may be nowhere, and the bytes up to the end of
-    /// its block.
+    /// Returns the next bytes that a connection may move before `end`, which may be none, and the bytes up to the end
+    /// of its block.
     pub(super) fn room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
         let start = self.cursors.get(connection).copied().unwrap_or(end);
         let stop = (start / self.block).saturating_add(1).saturating_mul(self.block);

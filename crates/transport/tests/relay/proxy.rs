@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Somebody on the way between rank 1, which dials, and rank 0: forwards handshakes, and then does harm.
+//! A relay between rank 1, which dials, and rank 0: it forwards handshakes, and then does harm.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -17,14 +17,14 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes of a handshake, from the dialer and from the acceptor.
 pub(crate) const HANDSHAKE: [usize; 2] = [144 + 32, 110 + 34];
 
-/// Which way bytes go.
+/// The direction of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     ToAcceptor,
     ToDialer,
 }
 
-/// What is done to the bytes of one connection, one way, from an offset behind the handshake on.
+/// A change to the bytes of one connection, in one direction, from an offset behind the handshake on.
 #[derive(Clone, Debug)]
 pub(crate) enum Harm {
     Change(u8),
@@ -35,11 +35,11 @@ pub(crate) enum Harm {
     Insert(Vec<u8>),
     /// The connection ends, both ways.
     Cut,
-    /// What goes on one connection from there on comes out of another one, and the other way round.
+    /// The bytes of one connection from there on come out of another one, and the other way round.
     Exchange(usize),
 }
 
-/// Where harm is done.
+/// The place of the harm.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     /// In the order in which they are made: the first is that of heartbeats.
@@ -106,12 +106,12 @@ impl Proxy {
         Self { address, shared, accepting: Some(accepting) }
     }
 
-    /// What was forwarded on a connection.
+    /// Returns the bytes that were forwarded on a connection.
     pub(crate) fn heard(&self, connection: usize, way: Way) -> Vec<u8> {
         self.shared.state.lock().unwrap().heard[connection][way as usize].clone()
     }
 
-    /// Whether harm was done.
+    /// Returns whether harm was done.
     pub(crate) fn done(&self) -> bool {
         self.shared.state.lock().unwrap().done
     }
@@ -238,7 +238,7 @@ impl Rendezvous for Diverted {
     }
 }
 
-/// Where rank 0 listens.
+/// Returns rank 0's address.
 pub(crate) fn address(meeting: &MemoryRendezvous) -> SocketAddr {
     let card = meeting.get("mesh/0/0", Instant::now() + PATIENCE).unwrap();
     let card = String::from_utf8(card).unwrap();

@@ -68,7 +68,7 @@ fn every_answer_has_the_policy_and_a_known_content_is_not_sent_again() {
 }
 
 #[test]
-fn a_run_is_told_with_its_curves_table_and_output() {
+fn a_run_is_shown_with_its_curves_table_and_output() {
     let folder = tempfile::tempdir().unwrap();
     let line = |epoch| format!("{{\"epoch\": {epoch}, \"train\": {{\"loss\": 0.5, \"all_metrics\": []}}}}\n");
     write(folder.path(), "runs/a b&c/_record.json", r#"{"name": "<b>", "parameters": {"x": 1}}"#);

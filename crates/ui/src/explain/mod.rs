@@ -56,7 +56,7 @@ impl Times {
         })
     }
 
-    /// Seconds in which the rank does not wait; `None` if it does not measure what it waits.
+    /// Returns the seconds in which the rank does not wait; `None` if it does not measure what it waits.
     fn own(&self) -> Option<f64> {
         Some(self.step - self.data? - self.reduce?)
     }
@@ -86,7 +86,7 @@ pub(crate) fn judge(record: &Map<String, Value>, files: &Files) -> Explanation {
     straggler(&ranks).or_else(|| slow_data(&ranks)).unwrap_or_else(|| by_share(record, &ranks))
 }
 
-/// Whether the run is one of a function or a script, not of an estimator: nobody measures its steps.
+/// Returns whether the run is one of a function or a script, not of an estimator: its steps are not measured.
 fn is_plain(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
@@ -111,7 +111,7 @@ fn failed(record: &Map<String, Value>, files: &Files) -> Explanation {
     }
 }
 
-/// Where to read what the rank of a failure has printed.
+/// Returns a hint to the output of the rank of a failure.
 fn output(reason: &str, files: &Files) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
     let rank = reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
@@ -146,7 +146,7 @@ fn unknown(record: &Map<String, Value>) -> Explanation {
     }
 }
 
-/// A rank whose own work takes far longer than the median.
+/// Returns a rank whose own work takes far longer than the median.
 fn straggler(ranks: &[Times]) -> Option<Explanation> {
     let (slow, own, usual) = slowest(ranks, Times::own)?;
     let times = own / usual;
@@ -164,7 +164,7 @@ fn straggler(ranks: &[Times]) -> Option<Explanation> {
     })
 }
 
-/// A rank that waits for its data far longer than the median, so that the others wait for it.
+/// Returns a rank that waits for its data far longer than the median, so that the others wait for it.
 fn slow_data(ranks: &[Times]) -> Option<Explanation> {
     let (slow, data, usual) = slowest(ranks, |rank| rank.data)?;
     (data - usual > SMALL * slow.step && data > SLOW * usual).then(|| Explanation {
@@ -188,7 +188,8 @@ fn slow_data(ranks: &[Times]) -> Option<Explanation> {
     })
 }
 
-/// The rank with the largest value, that value and the median; `None` if there is one rank, or one without a value.
+/// Returns the rank with the largest value, that value and the median; `None` if there is one rank, or one without a
+/// value.
 fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Times, f64, f64)> {
     let mut values = ranks.iter().map(of).collect::<Option<Vec<f64>>>().filter(|values| values.len() > 1)?;
     let (at, most) = values.iter().copied().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
@@ -199,7 +200,7 @@ fn slowest(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<(&Time
     Some((ranks.get(at)?, most, median))
 }
 
-/// The largest part of a step on average.
+/// Returns the largest part of a step on average.
 fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
     let step = mean(ranks, |rank| Some(rank.step)).unwrap_or_default();
     let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
@@ -255,7 +256,7 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
     Explanation { verdict, why, next }
 }
 
-/// The mean over all ranks; `None` if one has no value.
+/// Returns the mean over all ranks; `None` if one has no value.
 fn mean(ranks: &[Times], of: impl Fn(&Times) -> Option<f64>) -> Option<f64> {
     let count = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
     Some(ranks.iter().map(of).sum::<Option<f64>>()? / f64::from(count))

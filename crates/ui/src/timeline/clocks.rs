@@ -77,7 +77,7 @@ impl Clocks {
         Self { host_of, shifts, reference }
     }
 
-    /// A time of a rank by the reference clock.
+    /// Returns a time of a rank by the reference clock.
     pub(super) fn corrected(&self, rank: u32, time: i64) -> i64 {
         let Some(points) = self.points(rank) else { return time };
         let after = points.partition_point(|point| point.at <= time);
@@ -94,7 +94,7 @@ impl Clocks {
         time + shift
     }
 
-    /// The first correction and its largest error, in microseconds; `None` if nothing was measured.
+    /// Returns the first correction and its largest error, in microseconds; `None` if nothing was measured.
     pub(super) fn shift(&self, rank: u32) -> Option<(f64, f64)> {
         if self.host_of.get(&rank)? == &self.reference {
             return Some((0.0, 0.0));

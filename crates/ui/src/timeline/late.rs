@@ -11,12 +11,12 @@ use super::{Operations, Part};
 /// Waits that are shorter, in microseconds, have no span of their own.
 const SHORT: i64 = 500;
 
-/// How a rank comes to operations.
+/// Arrivals of a rank at operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Arrivals {
     /// Operations that it took part in.
     pub(super) operations: u64,
-    /// Those to which it came last.
+    /// Operations to which it came last.
     pub(super) last: u64,
     /// Microseconds for which all others waited for it alone.
     pub(super) alone: i64,
@@ -39,13 +39,13 @@ pub(super) struct Lateness {
     pub(super) ranks: BTreeMap<u32, Arrivals>,
     /// In order, and apart from each other.
     pub(super) waits: Vec<Wait>,
-    /// When the first shared operation began, and the last one.
+    /// Start of the first shared operation, and of the last one.
     pub(super) from: i64,
     pub(super) until: i64,
 }
 
 impl Lateness {
-    /// The result of operations that began at `known` or later, in a job of `ranks` ranks.
+    /// Returns the result of operations that began at `known` or later, in a job of `ranks` ranks.
     pub(super) fn of(operations: &Operations, clocks: &Clocks, known: i64, ranks: usize) -> Self {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();
@@ -68,8 +68,8 @@ impl Lateness {
             }
             let arrivals = lateness.ranks.entry(latest).or_default();
             arrivals.last += 1;
-            // Ranks outside of the operation's process set do not wait, and where a rank's part is missing, nobody
-            // knows whether it waited.
+            // Ranks outside of the operation's process set do not wait, and if a rank's part is missing, it is
+            // unknown whether it waited.
             if parts.len() == ranks && last - second >= SHORT {
                 waits.push(Wait { rank: latest, from: second, until: last, tensor: tensor.clone() });
             }

@@ -35,7 +35,7 @@ use self::late::Lateness;
 use self::read::Trace;
 use crate::error::{Error, Result};
 
-/// When one rank took part in one operation, in microseconds of its host's clock.
+/// One rank's part in an operation, in microseconds of its host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     rank: u32,
@@ -92,7 +92,7 @@ fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result
     let (traces, operations) = read(traces, broken)?;
     let hosts: Vec<(u32, &str)> = traces.iter().map(|trace| (trace.rank, &*trace.host)).collect();
     let clocks = Clocks::measure(&hosts, &operations);
-    // Before this, some rank's part in operations was given up: nobody knows who was late.
+    // Before this, some rank's part in operations was dropped, so the late rank is unknown.
     let cut = traces.iter().filter(|trace| trace.since > 0);
     let known = cut.map(|trace| clocks.corrected(trace.rank, trace.start + trace.since)).max();
     let lateness = Lateness::of(&operations, &clocks, known.unwrap_or(i64::MIN), traces.len());
@@ -100,7 +100,7 @@ fn merge_traces(mut traces: Vec<Trace>, output: &Path, broken: Broken) -> Result
     Ok(Summary::of(&traces, &clocks, &lateness))
 }
 
-/// The operations of all traces, and the traces that can be read to their ends.
+/// Returns the operations of all traces, and the traces that can be read to their ends.
 fn read(traces: Vec<Trace>, broken: Broken) -> Result<(Vec<Trace>, Operations)> {
     let (mut whole, mut operations) = (Vec::new(), Operations::new());
     let mut failure = None;

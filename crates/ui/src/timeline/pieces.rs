@@ -55,8 +55,8 @@ impl Pieces {
         Ok(Self { folder, files: BTreeMap::new(), left: MOST })
     }
 
-    /// Takes a piece of the timeline of a task's worker. What is no piece, or beyond the size that the first one told,
-    /// is left, as is all that comes when the files have 4 GiB.
+    /// Takes a piece of the timeline of a task's worker. Records that are no pieces, or beyond the size stated by the
+    /// first one, are ignored, and so is everything once the files have 4 GiB.
     ///
     /// # Errors
     /// `Timeline` if it cannot be written.
@@ -84,7 +84,7 @@ impl Pieces {
         Ok(())
     }
 
-    /// Merges what has arrived. Timelines that cannot be read are left out; their ranks are incomplete.
+    /// Merges the received pieces. Timelines that cannot be read are left out; their ranks are incomplete.
     ///
     /// # Errors
     /// `Timeline` if no timeline can be read, two of the last world have the same rank, or the trace cannot be written.

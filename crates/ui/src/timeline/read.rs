@@ -76,7 +76,7 @@ pub(super) struct Trace {
     pub(super) since: i64,
     /// Number of ranks; 0 where the file does not say.
     pub(super) size: u32,
-    /// Which world of an elastic job it is.
+    /// Number of the world of an elastic job.
     pub(super) generation: u64,
 }
 
@@ -122,7 +122,7 @@ impl Trace {
         each(&self.path, take)
     }
 
-    /// The operations that this rank has completed.
+    /// Returns the operations that this rank has completed.
     pub(super) fn operations(&self) -> Result<Vec<(Operation, Part)>> {
         let mut all = Vec::new();
         let mut tracks: HashMap<u32, (String, Open)> = HashMap::new();
@@ -131,7 +131,7 @@ impl Trace {
             if let (Some(name), Some(tensor)) = (&record.name, named(&record))
                 && name == "process_name"
             {
-                // A file that goes on where another ends names its tracks again.
+                // A file that continues another one names its tracks again.
                 tracks.entry(record.pid).or_insert_with(|| (tensor, Open::default()));
                 return Ok(true);
             }
@@ -165,18 +165,18 @@ impl Trace {
     }
 }
 
-/// The name of the track that a record introduces.
+/// Returns the name of the track that a record introduces.
 pub(super) fn named(record: &Record<'_>) -> Option<String> {
     let args = record.args.filter(|_| record.ph == "M")?;
     serde_json::from_str::<Named>(args.get()).ok().map(|named| named.name)
 }
 
-/// The list that an operation began in.
+/// Returns the list that an operation began in.
 pub(super) fn listed(record: &Record<'_>) -> Option<u64> {
     serde_json::from_str::<Listed>(record.args?.get()).ok().map(|listed| listed.list)
 }
 
-/// The records of what came before, if it is in a file of its own, and then those of the file.
+/// Returns the earlier records, if they are in their own file, and then those of the file.
 fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result<()> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD);
@@ -187,7 +187,7 @@ fn each(path: &Path, mut take: impl FnMut(Record<'_>) -> Result<bool>) -> Result
     each_of(path, &mut take).map(drop)
 }
 
-/// Whether `take` wants more.
+/// Returns whether `take` wants more.
 fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Result<bool> {
     let file = File::open(path).map_err(|error| refused(path, error.to_string()))?;
     let mut reader = BufReader::with_capacity(1 << 18, file);
@@ -217,7 +217,7 @@ fn each_of(path: &Path, take: &mut impl FnMut(Record<'_>) -> Result<bool>) -> Re
     }
 }
 
-/// The record of a line, if it has one; or why it is none.
+/// Returns the record of a line, if it has one; or why it is none.
 fn record(line: &[u8]) -> std::result::Result<Option<Record<'_>>, String> {
     let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
     let text = text.trim().trim_end_matches(',');

@@ -86,12 +86,12 @@ impl Summary {
         Self { ranks, straggler, seconds: span / 1e6, incomplete }
     }
 
-    /// All of it as JSON.
+    /// Returns all of it as JSON.
     pub fn json(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// The same for a terminal.
+    /// Returns the same for a terminal.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = vec![format!(
             "{:>5} {:>10} {:>10} {:>14}  clock",

@@ -20,12 +20,12 @@ fn host(rank: u32) -> &'static str {
     if rank < 2 { "a-1" } else { "b-2" }
 }
 
-/// When a rank asks for the gradient of a step, by a clock that all share. Rank 2 is 20 ms late.
+/// Returns the time at which a rank asks for the gradient of a step, by a clock that all share. Rank 2 is 20 ms late.
 fn asks(rank: u32, step: i64) -> i64 {
     1000 + step * 100_000 + i64::from(rank) * 50 + if rank == 2 { 20_000 } else { 0 }
 }
 
-/// When the result is there: after all have asked.
+/// Returns the time of the result: after all have asked.
 fn done(rank: u32, step: i64) -> i64 {
     asks(2, step) + 300 + 10 * i64::from(rank)
 }
@@ -183,7 +183,7 @@ fn files_that_are_no_timelines_are_named() {
 }
 
 #[test]
-fn pieces_make_files_again_and_what_is_missing_is_told() {
+fn pieces_make_files_again_and_missing_ones_are_reported() {
     let mut pieces = Pieces::new().unwrap();
     let mut send = |rank: u32, whole: bool| {
         let text = file(rank);
@@ -209,7 +209,7 @@ fn pieces_make_files_again_and_what_is_missing_is_told() {
     assert!(summary.lines().last().unwrap().ends_with("missing or incomplete: 2, 3"));
 }
 
-/// Splits a rank's file after some of its lines: what came before goes to a file of its own.
+/// Splits a rank's file after some of its lines: earlier lines go to their own file.
 fn split(folder: &Path, rank: u32, lines: usize) {
     let path = folder.join(format!("{rank}.json"));
     let text = std::fs::read_to_string(&path).unwrap();

@@ -101,7 +101,7 @@ fn rank(output: &mut Output, trace: &Trace, clocks: &Clocks) -> Result<()> {
         match (&*record.ph, record.name.as_deref()) {
             ("M", Some("process_name")) if record.pid != 0 => {
                 let tensor = named(&record).unwrap_or_default();
-                // A file that goes on where another ends names its tracks again. A track that it does not name at its
+                // A file that continues another one names its tracks again. A track that it does not name at its
                 // begin has another number when it comes again.
                 let tid = *tids.entry(tensor).or_insert_with_key(|tensor| {
                     let tid = if tensor == PHASES { 1 } else { u64::from(record.pid) + 1 };

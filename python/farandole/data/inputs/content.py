@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Hash:
-    """A file that keeps nothing but the hash of what is written to it."""
+    """A file that keeps only the hash of the written bytes."""
 
     closed = False
 
@@ -29,7 +29,7 @@ class _Hash:
         return self._at
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no rows are buffered."""
 
 
 def content_of(table: pa.Table) -> str:

@@ -43,7 +43,7 @@ class Found:
 
 
 def find(path: str) -> Found:
-    """The meaning of a path.
+    """Returns the meaning of a path.
 
     Args:
         path: A file, a directory (every file below it, but for names that begin with `_` or `.`), or a pattern with
@@ -80,7 +80,7 @@ def find(path: str) -> Found:
 
 
 def is_prepared(directory: str) -> bool:
-    """Whether a directory contains prepared data of Farandole, complete or not.
+    """Returns whether a directory contains prepared data of Farandole, complete or not.
 
     Args:
         directory: A path or a URL.
@@ -90,12 +90,12 @@ def is_prepared(directory: str) -> bool:
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path has `*`, `?` or `[` in it, and nothing has that name."""
+    """Returns whether a path has `*`, `?` or `[` in it, and nothing has that name."""
     return bool(_MAGIC.search(path)) and not _exists(*_split(path))
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is the path of a file."""
+    """Returns whether a path is the path of a file."""
     directory, name = _split(path)
     return bool(name) and _exists(directory, name) and not native.Store(directory).stat(name)[3]
 
@@ -159,7 +159,7 @@ def _fixed_part(path: str) -> tuple[str, str]:
 
 
 def _translated(pattern: str) -> str:
-    """A pattern as a regular expression: `*` and `?` stop at directories, `**` does not."""
+    """Returns a pattern as a regular expression: `*` and `?` stop at directories, `**` does not."""
     out, at = "", 0
     while at < len(pattern):
         if pattern.startswith("**/", at):

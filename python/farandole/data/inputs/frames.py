@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data set, or an Arrow stream."""
+    """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data set, or a stream."""
     kinds = (_is_pandas, is_arrow_dataset, _is_ray_dataset, is_lazy, is_iceberg)
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
 
 def is_arrow_dataset(value: Any) -> bool:
-    """Whether a value is a dataset of pyarrow.
+    """Returns whether a value is a dataset of pyarrow.
 
     Args:
         value: Anything.
@@ -41,7 +41,7 @@ def is_arrow_dataset(value: Any) -> bool:
 
 
 def is_spark(value: Any) -> bool:
-    """Whether a value is a DataFrame of Spark, with Spark Connect or without.
+    """Returns whether a value is a DataFrame of Spark, with Spark Connect or without.
 
     Args:
         value: Anything.
@@ -50,7 +50,7 @@ def is_spark(value: Any) -> bool:
 
 
 def frame_source(value: Any) -> Source | None:
-    """The rows of a frame, a table or a stream; `None` for other values.
+    """Returns the rows of a frame, a table or a stream; `None` for other values.
 
     Args:
         value: Anything but a pyarrow dataset.
@@ -75,7 +75,7 @@ def frame_source(value: Any) -> Source | None:
 
 
 def held(source: Any) -> pa.Table | None:
-    """Rows that are in memory already, and stay there; `None` for a stream."""
+    """Returns the rows that are in memory already, and stay there; `None` for a stream."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     if _is_pandas(source):
@@ -90,7 +90,7 @@ def held(source: Any) -> pa.Table | None:
 
 
 def _lazy(frame: Any) -> Source:
-    """A polars query, which is run once for each pass over its rows."""
+    """Returns a polars query, which is run once for each pass over its rows."""
 
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the lazy frame", lambda: lazy_batches(frame, columns))]
@@ -99,7 +99,7 @@ def _lazy(frame: Any) -> Source:
 
 
 def _relation(relation: Any) -> Source:
-    """A query of DuckDB, which is run once for each pass over its rows."""
+    """Returns a query of DuckDB, which is run once for each pass over its rows."""
 
     def units(columns: list[str]) -> list[Unit]:
         return [Unit("the relation", lambda: relation_batches(relation, columns))]
@@ -124,7 +124,7 @@ def _is_ray_dataset(value: Any) -> bool:
 
 
 def is_ray_shard(value: Any) -> bool:
-    """Whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
+    """Returns whether a value is one rank's rows of a Ray data set, as `ray.train.get_dataset_shard` returns them.
 
     Args:
         value: Anything.
@@ -143,7 +143,7 @@ def ray_tables(rows: Any) -> Iterator[pa.Table]:
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """A table of Ray without Ray's tensors, which are lists under a type of its own."""
+    """Returns a table of Ray without Ray's tensors, which are lists under a type of its own."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     for index, column in enumerate(table.columns):

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether a value is a lazy frame."""
+    """Returns whether a value is a lazy frame."""
     kind = type(value)
     return kind.__name__ == "LazyFrame" and kind.__module__.partition(".")[0] == "polars"
 
 
 def lazy_schema(frame: Any) -> pa.Schema:
-    """The types of a lazy frame's columns.
+    """Returns the types of a lazy frame's columns.
 
     Args:
         frame: Of polars.

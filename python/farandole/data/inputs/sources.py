@@ -97,7 +97,7 @@ def open_source(
 def listed(
     source: Any, given: str | None, types: Mapping[str, Any] | None, options: Mapping[str, Any] | None
 ) -> tuple[list[Any], str, bool] | None:
-    """The pyarrow datasets behind a path or a list of paths; `None` for other values.
+    """Returns the pyarrow datasets behind a path or a list of paths; `None` for other values.
 
     Args:
         source: Perhaps a path.
@@ -141,7 +141,7 @@ def listed(
 
 
 def delta_table(path: str) -> Any:
-    """The Delta table in a directory, read by its log; `None` where there is none.
+    """Returns the Delta table in a directory, read by its log; `None` where there is none.
 
     Args:
         path: A path or URL.
@@ -235,7 +235,7 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
 
 
 def _dataset(dataset: Any) -> Source:
-    """A dataset of pyarrow: by its files, unless it leaves some rows out."""
+    """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
 
@@ -262,7 +262,7 @@ def _fragments(datasets: list[Any], told: str, typed: bool) -> Source:
 
 
 def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool) -> pa.Schema:
-    """The types of columns in all files; where files say no types, what holds the guesses of all."""
+    """Returns the types of columns in all files; where files say no types, what holds the guesses of all."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     with ThreadPoolExecutor(8) as pool:
@@ -293,7 +293,7 @@ def _agreed(fragments: list[Any], datasets: list[Any], columns: list[str], *, ty
 
 
 def _merged(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """A type that holds both guesses."""
+    """Returns a type that holds both guesses."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:

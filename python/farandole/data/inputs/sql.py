@@ -37,7 +37,7 @@ def query(
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """The rows of a query on a source.
+    """Returns the rows of a query on a source.
 
     Args:
         source: As for `open_source`, the table `source`; or several by the names that the query has for them.

@@ -24,7 +24,7 @@ def _is(value: Any, *names: str) -> bool:
 
 
 def is_relation(value: Any) -> bool:
-    """Whether a value is a relation of DuckDB.
+    """Returns whether a value is a relation of DuckDB.
 
     Args:
         value: Anything.
@@ -33,7 +33,7 @@ def is_relation(value: Any) -> bool:
 
 
 def relation_schema(relation: Any) -> pa.Schema:
-    """The types of a relation's columns.
+    """Returns the types of a relation's columns.
 
     Args:
         relation: Of DuckDB.
@@ -59,7 +59,7 @@ def _reader(relation: Any) -> Any:
 
 
 def is_iceberg(value: Any) -> bool:
-    """Whether a value is a table of pyiceberg.
+    """Returns whether a value is a table of pyiceberg.
 
     Args:
         value: Anything.
@@ -68,7 +68,7 @@ def is_iceberg(value: Any) -> bool:
 
 
 def iceberg_table(path: str) -> Any:
-    """The Iceberg table in a directory, by its newest metadata file; `None` where there is none.
+    """Returns the Iceberg table in a directory, by its newest metadata file; `None` where there is none.
 
     Args:
         path: A path or URL.
@@ -96,7 +96,7 @@ def iceberg_table(path: str) -> Any:
 
 
 def iceberg_at(source: Any) -> Any:
-    """The Iceberg table at a path, or the only path of a list; `None` for everything else.
+    """Returns the Iceberg table at a path, or the only path of a list; `None` for everything else.
 
     Args:
         source: Perhaps a path.
@@ -127,7 +127,7 @@ def iceberg_print(table: Any) -> str:
 
 
 def iceberg_schema(table: Any) -> pa.Schema:
-    """The types of a table's columns.
+    """Returns the types of a table's columns.
 
     Args:
         table: Of pyiceberg.
@@ -149,7 +149,7 @@ def iceberg_batches(table: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def iceberg_files(table: Any) -> tuple[str, list[str]]:
-    """The directory of a table, and the files in it that hold exactly its rows.
+    """Returns the directory of a table, and the files in it that hold exactly its rows.
 
     Args:
         table: Of pyiceberg.

@@ -33,7 +33,7 @@ def frame_loader(
     cache: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ParquetLoader:
-    """A loader of the rows of a frame.
+    """Returns a loader of the rows of a frame.
 
     The rows are written once, as plain Parquet, to a directory of their own. It is removed when the loader is, or when
     this process ends. Processes that get the loader by pickle read the same files: call `follow_world()` there.
@@ -71,7 +71,7 @@ def frame_loader(
 
 
 def _directory(cache: str | os.PathLike[str] | None) -> Path:
-    """The directory that `cache` means."""
+    """Returns the directory that `cache` means."""
     text = tempfile.gettempdir() if cache is None else os.fspath(cache)
     if not _URL.match(text):
         return Path(text)
@@ -85,7 +85,7 @@ def _directory(cache: str | os.PathLike[str] | None) -> Path:
 
 
 def _write_from_executors(frame: Any, directory: Path) -> int:
-    """Has Spark write the rows; how many it wrote."""
+    """Lets Spark write the rows, and returns their number."""
     from pyspark.sql import Observation, functions  # noqa: PLC0415 - only where there is Spark
 
     seen = Observation()

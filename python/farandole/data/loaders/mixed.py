@@ -88,7 +88,7 @@ class MixedLoader(BaseDataLoader):
         return self._steps - self._first
 
     def _state(self, step: int, counts: Mapping[str, int]) -> dict[str, Any]:
-        """The positions of all loaders after a batch."""
+        """Returns the positions of all loaders after a batch."""
         return {
             "version": _STATE_VERSION,
             "step": step,
@@ -107,14 +107,14 @@ class MixedLoader(BaseDataLoader):
             yield batch
 
     def _turn(self) -> str:
-        """The loader that is furthest behind its share."""
+        """Returns the loader that is furthest behind its share."""
         ratios, step = self._ratios or {}, sum(self._counts.values()) + 1
         chosen = max(ratios, key=lambda name: ratios[name] * step - self._counts[name])
         self._counts[chosen] += 1
         return chosen
 
     def _next(self, name: str) -> Batch:
-        """The next batch of a loader, of its next epoch if this one is over."""
+        """Returns the next batch of a loader, of its next epoch if this one is over."""
         if name in self._open:
             batch = next(self._open[name], None)
             if batch is not None:
@@ -129,7 +129,7 @@ class MixedLoader(BaseDataLoader):
         return batch
 
     def _joined(self, batches: Mapping[str, Batch]) -> Batch:
-        """The rows of several batches, one loader's after the other's."""
+        """Returns the rows of several batches, one loader's after the other's."""
         first = next(iter(batches))
         for name, batch in batches.items():
             if batch.keys() != batches[first].keys():
@@ -146,7 +146,7 @@ class MixedLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the consumer: the states of all loaders, and the number of batches that each has given."""
+        """Returns the position of the consumer: the states of all loaders, and the number of batches of each."""
         return self._taken
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

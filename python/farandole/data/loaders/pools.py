@@ -89,7 +89,7 @@ class PoolLoader(BaseDataLoader):
         return (pools - 1) * self._count(first) + self._count(min(last, rows)) - self._skip
 
     def _place(self) -> dict[str, Any]:
-        """The state of the pools' loader before the first batch of its next iteration."""
+        """Returns the state of the pools' loader before the first batch of its next iteration."""
         epoch, rows = self.loader._next  # noqa: SLF001 - of one house
         return {**self.loader.state_dict(), "epoch": epoch, "rows": rows}
 
@@ -105,7 +105,7 @@ class PoolLoader(BaseDataLoader):
         return np.random.default_rng([self.loader.seed, *numbers])
 
     def _pool_rows(self, start: int) -> int:
-        """Rows of a pool on the rank that has most."""
+        """Returns the rows of a pool on the rank that has most."""
         if self.loader.tail == "pad":
             return self.loader.batch_size
         return min(self.loader.batch_size, -(-(self.loader.dataset.rows - start) // self.loader.size))
@@ -128,7 +128,7 @@ class PoolLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the consumer, the same on every rank after the same number of batches.
+        """Returns the position of the consumer, the same on every rank after the same number of batches.
 
         Between two pools, a loader of another size and batch size can take it. Within a pool, both must be equal.
         """
@@ -222,7 +222,7 @@ class WeightedLoader(PoolLoader):
         return [{name: values[chosen] for name, values in pool.items()}]
 
     def _weights(self, column: Array) -> tuple[Array, Array]:
-        """The weight of each row, and the number of its value where that decides."""
+        """Returns the weight of each row, and the number of its value where that decides."""
         if column.ndim != 1:
             raise ValueError(f"column {self._column!r} has {column.shape[1:]} values in each row, but weights need one")
         if self._values is None and not self._balanced:
@@ -245,7 +245,7 @@ class WeightedLoader(PoolLoader):
         return (self._values or {})[value]
 
     def _draw(self, weight: Array, owners: Array, random: np.random.Generator) -> Array:
-        """Rows of a pool; of a shorter pool, as many in proportion."""
+        """Returns the rows of a pool; of a shorter pool, as many in proportion."""
         if not len(weight):
             return np.zeros(0, np.int64)
         count = max(1, round(self.batch_size * min(1.0, len(weight) / self.loader.batch_size)))

@@ -206,7 +206,7 @@ class StreamLoader(BaseDataLoader):
         self._taken = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the consumer, the same on every rank after the same number of batches.
+        """Returns the position of the consumer, the same on every rank after the same number of batches.
 
         It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
         """
@@ -285,7 +285,7 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
 
 
 def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
-    """One rank's rows of a Ray data set, whose order Ray may change with each pass."""
+    """Returns one rank's rows of a Ray data set, whose order Ray may change with each pass."""
 
     def tables(start: int) -> Iterator[pa.Table]:
         if start:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver's side of an elastic job on any launcher.
 
-The registrar decides who is in the world, and when the job is done. This module starts workers and receives their
-records.
+The registrar decides which workers are in the world, and when the job is done. This module starts workers and receives
+their records.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ class _Job(Hearing):
                 if event.task is not None:
                     self.exits[event.task] = event
                     self.watcher.left(event.task, how_ended(event))
+                self.last_words(event)
             case "result":
                 self.results[event.task or 0] = event.data or b""
             case "lost" | "dismissed":

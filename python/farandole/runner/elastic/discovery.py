@@ -40,7 +40,7 @@ class FixedHosts(HostDiscovery):
         self._host_slots = host_slots
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The hosts that were set last."""
+        """Returns the hosts that were set last."""
         return self._host_slots
 
     def set(self, host_slots: dict[str, int]) -> None:

@@ -83,7 +83,7 @@ class Elastic:
             raise ValueError(f"{named[0]} and host_discovery_script exclude each other")
 
     def options(self) -> dict[str, str]:
-        """The given arguments, as settings."""
+        """Returns the given arguments, as settings."""
         told = {
             "min_num_proc": self.min_num_proc,
             "max_num_proc": self.max_num_proc,
@@ -97,7 +97,7 @@ class Elastic:
         return {name: str(value) for name, value in told.items() if value is not None}
 
     def finder(self) -> HostDiscovery | None:
-        """The object that finds hosts, if it is one.
+        """Returns the object that finds hosts, if it is one.
 
         Raises:
             TypeError: It is neither a program nor such an object.
@@ -151,7 +151,7 @@ class ElasticBackend(LocalBackend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; the results are those of the last world. `on_progress` is not called."""
+        """Like `Backend.run`; the results are those of the last world. `on_progress` is not called."""
         del on_progress
         from farandole._native.elastic import ElasticJob  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415
@@ -246,7 +246,7 @@ class _Conduct:
         self._output.flush()
 
     def _results(self, outcomes: list[Outcome]) -> list[Any]:
-        """The results by rank, or the job's failure.
+        """Returns the results by rank, or the job's failure.
 
         Raises:
             FarandoleJobError: The job failed.

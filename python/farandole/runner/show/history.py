@@ -22,7 +22,7 @@ Entry = dict[str, Any]
 
 
 def flat(entry: Entry) -> dict[str, float]:
-    """One entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it, `seconds`, `rows`.
+    """Returns one entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it, `seconds`, `rows`.
 
     A number that is `None` is left out.
 
@@ -41,7 +41,7 @@ def flat(entry: Entry) -> dict[str, float]:
 
 
 def frame(history: list[Entry]) -> pd.DataFrame:
-    """The history as a pandas frame, one row per epoch.
+    """Returns the history as a pandas frame, one row per epoch.
 
     Args:
         history: what `getHistory()` returns.

@@ -45,20 +45,20 @@ _PAUSE_REMOTE = 5.0
 _MOST_STEPS = 4000
 _MOST_EVENTS = 200
 _OF_THE_TAB = frozenset({"tags", "timeline", "timeline_is_here"})
-"""What only Spark's Training tab needs of a run."""
+"""Keys of a run that only Spark's Training tab needs."""
 _NOT_SCORES = frozenset({"epoch", "seconds", "rows", "rows_per_second"})
 
 _LOG = logging.getLogger("farandole")
 
 
 class Journal(Told):
-    """Writes what a fit's driver is told of it.
+    """Writes the events and values that a fit's driver receives.
 
     Args:
         remote: The run's paths.
-        facts: What is known of the run from its start.
+        facts: The facts about the run that are known at its start.
         clock: In seconds.
-        output: Directory for what ranks print; `None` if somebody else writes it, or it is not of this host.
+        output: Directory for the output of ranks; `None` if another process writes it, or if it is not on this host.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Journal(Told):
         self._changed.set()
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """As `Told.line`: writes it into the run's directory. What a restarted job prints follows."""
+        """Like `Told.line`: writes it into the run's directory. A restarted job appends its lines."""
         if self._output is None:
             return
         try:
@@ -128,7 +128,7 @@ class Journal(Told):
             self._output = None
 
     def close(self) -> None:
-        """Writes what came last and ends the thread."""
+        """Writes the last entries and ends the thread."""
         self._ends = True
         self._changed.set()
         self._thread.join()
@@ -164,7 +164,7 @@ class Journal(Told):
         self._epochs[epoch] = {**body["values"], "epoch": epoch, "seconds": body.get("seconds")}
 
     def _scores(self) -> dict[str, Any]:
-        """The facts that the list of runs shows without reading the history."""
+        """Returns the facts that the list of runs shows without reading the history."""
         if not self._epochs:
             return {}
         last = max(self._epochs)
@@ -258,7 +258,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read(remote: RemoteStore) -> dict[str, Any]:
-    """The record of the fit before, if the run continues."""
+    """Returns the record of the fit before, if the run continues."""
     try:
         record = json.loads(remote.read(RECORD) or b"{}")
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ _PATIENCE = 2.0
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what is loaded, the host, and Spark's application."""
+    """Versions of loaded packages, the host, and Spark's application."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """The program, and the commit of its directory where git knows it."""
+    """Returns the program, and the commit of its directory where git knows it."""
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     is_file = program is not None and program.is_file()
     found: dict[str, Any] = {"program": str(program.absolute())} if program is not None and is_file else {}

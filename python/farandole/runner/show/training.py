@@ -44,7 +44,7 @@ class Training(Watcher):
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        others: What else is told.
+        others: Other receivers.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Training(Watcher):
         self._told()
 
     def look(self) -> None:
-        """As `Watcher.look`."""
+        """Like `Watcher.look`."""
         if self._ask is not None:
             self._ask()
 
     def asking(self, ask: Callable[[], None]) -> None:
-        """Has a function called in every `look`, if there is a plugin.
+        """Calls a function in every `look`, if there is a plugin.
 
         Args:
             ask: Asks the plugin for news of the job.
@@ -133,7 +133,7 @@ class Training(Watcher):
             self._places[task] = where
 
     def holds(self, executor: str) -> bool:
-        """Whether a task of the run is, or was, in an executor.
+        """Returns whether a task of the run is, or was, in an executor.
 
         Args:
             executor: The executor's number.
@@ -141,7 +141,7 @@ class Training(Watcher):
         return executor in self._places.values()
 
     def executor_of(self, rank: int | None) -> str | None:
-        """The executor of a rank; `None` where it is not known.
+        """Returns the executor of a rank; `None` where it is not known.
 
         Args:
             rank: Which; `None` is nowhere.
@@ -163,7 +163,7 @@ class Training(Watcher):
             self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
 
     def left(self, task: int, how: str) -> None:
-        """As `Watcher.left`."""
+        """Like `Watcher.left`."""
         if not self._all:
             return
         self._left[task] = how
@@ -172,7 +172,7 @@ class Training(Watcher):
             self._tell_ranks(logged=False)
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """As `Watcher.line`."""
+        """Like `Watcher.line`."""
         for one in self._all:
             one.line(rank, stream, text)
 
@@ -212,7 +212,7 @@ class Training(Watcher):
             self._rate(record)
 
     def event(self, what: str, reason: str | None) -> None:
-        """Something that happened: a rank was lost, an executor removed, the job started again.
+        """Shows an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
             what: In a few words.
@@ -291,14 +291,14 @@ def telling(
 ) -> Iterator[Training]:
     """Tells the plugin and others of what runs inside.
 
-    Inside of a run that is in progress in this context already, that run is told of it.
+    Inside a run that is in progress in this context already, that run receives the events.
 
     Args:
         shim: The plugin; `None` where there is none.
         name: What the user calls the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
-        *others: What else is told.
+        *others: Other receivers.
     """
     outer = _CURRENT.get()
     if outer is not None:
@@ -322,12 +322,12 @@ def telling(
 
 
 def current() -> Training:
-    """The run that is in progress in this context; without one, a run that reports nothing."""
+    """Returns the run that is in progress in this context; without one, a run that reports nothing."""
     return _CURRENT.get() or SILENT
 
 
 def finite(value: Any) -> Any:
-    """A value without numbers that JSON does not have: they become text.
+    """Returns a value without numbers that JSON does not have: they become text.
 
     Args:
         value: Anything that JSON can write otherwise.

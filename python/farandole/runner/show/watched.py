@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from farandole.runner.show.told import Told
 
 HERE: Final = "farandole-runs"
-"""The store where nobody names one: a directory of the current one."""
+"""The store if none is named: a directory in the current one."""
 
 
 class _Journal(Journal):
@@ -43,7 +43,7 @@ class _Journal(Journal):
 
 
 def _entry(values: dict[str, Any]) -> dict[str, Any]:
-    """An epoch as a history has it."""
+    """Returns an epoch as a history has it."""
     parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for name, value in values.items():
         if name not in ("epoch", "seconds"):
@@ -63,6 +63,8 @@ def watched(
     size: int | None,
     what: str = "run",
     shim: Told | None = None,
+    *,
+    writes_output: bool = False,
 ) -> Iterator[str | None]:
     """Opens the run viewer, and writes what it shows of the job that runs inside.
 
@@ -73,7 +75,8 @@ def watched(
         function: What runs, or its name.
         size: Number of processes; `None` until the ranks have places.
         what: The function that runs it.
-        shim: The Spark plugin, which is told of it, too.
+        shim: The Spark plugin, which receives the same events.
+        writes_output: Whether the lines of ranks that reach the driver are written here; otherwise the caller does it.
 
     Yields:
         The directory for what ranks print; `None` where nothing is shown, or the store is not of this host.
@@ -90,10 +93,11 @@ def watched(
     announce(show(store, run=run), "the run is at")
     remote = store.to_remote(run)
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
-    journal = _Journal(remote, {} if size is None else {"size": size})
+    folder = None if local is None else Path(local) / OUTPUT
+    journal = _Journal(remote, {} if size is None else {"size": size}, output=folder if writes_output else None)
     try:
         with telling(shim, run, what, {}, journal):
-            yield None if local is None else str(Path(local) / OUTPUT)
+            yield None if folder is None else str(folder)
     finally:
         try:
             with contextlib.suppress(OSError):  # the job is over; what is missing is said at the end
@@ -155,7 +159,7 @@ class Watch:
 
         Args:
             reason: Why it failed; `None` if it did not.
-            interrupted: Whether somebody ended it.
+            interrupted: Whether the user ended it.
         """
         error = KeyboardInterrupt() if interrupted else FarandoleJobError(reason) if reason is not None else None
         with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):

@@ -38,7 +38,7 @@ _NOT_FOR_EXECUTORS = ("CUDA_VISIBLE_DEVICES", "PYSPARK_GATEWAY_PORT", "PYSPARK_G
 
 
 def default_num_proc() -> int:
-    """The default number of processes: the default parallelism of the active Spark context.
+    """Returns the default number of processes: the default parallelism of the active Spark context.
 
     Raises:
         ValueError: There is no active context.
@@ -105,7 +105,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """As `Backend.run`; also raises the errors of `farandole.spark.run`."""
+        """Like `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
             taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
@@ -129,12 +129,12 @@ class SparkBackend(Backend):
             )
 
     def plain(self) -> dict[str, Any]:
-        """The arguments that make a backend of the same kind and numbers: no environment, no stream, no store."""
+        """Returns the arguments for a backend of the same kind and numbers: no environment, no stream, no store."""
         given = {name: self._kwargs[name] for name in _PLAIN if name in self._kwargs}
         return {"num_proc": self._num_proc, **self._bounds, **given}
 
     def num_processes(self) -> int:
-        """Number of workers, or of those that the job begins with; without a number Spark is asked."""
+        """Returns the number of workers, or of those that the job begins with; without a number Spark is asked."""
         if self._num_proc is None:
             from farandole.spark.job.session import Cluster  # noqa: PLC0415 - LocalBackend does without
 
@@ -143,7 +143,7 @@ class SparkBackend(Backend):
         return self._num_proc
 
     def check(self) -> None:
-        """As `Backend.check`."""
+        """Like `Backend.check`."""
         from farandole.spark.job.session import Cluster  # noqa: PLC0415 - as above
 
         Cluster.active().check(self._bounds.get("min_num_proc") or self.num_processes())
@@ -151,7 +151,7 @@ class SparkBackend(Backend):
         Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
-        """As `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
+        """Like `Backend.through`: Spark bounds what its rows bring back by `spark.driver.maxResultSize`."""
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # another class may have attributes of its own, which a copy would lack
         more: dict[str, Any] = {**self._bounds, **self._kwargs, "store": store}

@@ -106,11 +106,11 @@ class ParquetDataModule(DataModule):
     short_name = "parquet"
 
     def train_data(self) -> Iterable[Any]:
-        """As `DataModule.train_data`; every iteration is the next epoch."""
+        """Like `DataModule.train_data`; every iteration is the next epoch."""
         return self._loader(self.train_dir, self.train_batch_size, self.shuffle)
 
     def val_data(self) -> Iterable[Any]:
-        """As `DataModule.val_data`."""
+        """Like `DataModule.val_data`."""
         return self._loader(str(self.val_dir), self.val_batch_size, shuffle=True)
 
     def _loader(self, url: str, batch_size: int, shuffle: bool) -> Iterable[Any]:
@@ -138,7 +138,7 @@ class NVTabularDataModule:
 
 
 def check_data_module(module: Any) -> Any:
-    """The class to build, or `None` where the native reader does.
+    """Returns the class to build, or `None` where the native reader does.
 
     Args:
         module: the estimator's `data_module`.

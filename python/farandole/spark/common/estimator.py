@@ -346,7 +346,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                     backend = self._backend()
 
     def _new_run(self, framework: str, fingerprint: Fingerprint) -> str:
-        """The run's name: as the user set it, or one that no other run has.
+        """Returns the run's name: as the user set it, or one that no other run has.
 
         Args:
             framework: that the name begins with.
@@ -356,7 +356,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         return name_of(given, fingerprint) if given else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
 
     def _fingerprint(self, prepared: Prepared) -> Fingerprint:
-        """The parts that decide the result of a fit.
+        """Returns the parts that decide the result of a fit.
 
         Args:
             prepared: its data.
@@ -441,7 +441,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         }
 
     def _output_form(self) -> str | None:
-        """The form of the model's only output: as it was set, or as its loss takes it; `None` if that does not tell."""
+        """Returns the form of the model's only output: as set, or as its loss takes it; `None` if it is unknown."""
         return self.getOutputForm() or (self._form_of_loss() if len(self.getLabelCols()) == 1 else None)
 
     def _form_of_loss(self) -> str | None:
@@ -449,7 +449,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         return None
 
     def _inputs(self) -> list[list[str]]:
-        """The columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
+        """Returns the columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]` makes two inputs."""
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
 
     def _roles(self) -> Roles:

@@ -65,7 +65,7 @@ class Parameter(Param[T]):
 
 
 def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
-    """The setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
+    """Returns the setter and the getter of one parameter; a setter returns its object, so that calls can be chained.
 
     Args:
         name: The parameter's name.
@@ -111,7 +111,7 @@ class Parameters(Params):
         super().__setattr__(name, value)
 
     def _set(self, **kwargs: Any) -> Self:
-        """As pyspark's; but `None` stands for the default, as in the constructor."""
+        """Like pyspark's, but `None` stands for the default, as in the constructor."""
         for name in [name for name, value in kwargs.items() if value is None]:
             parameter = self.getParam(name)
             if isinstance(parameter, Parameter) and parameter.default is not None:
@@ -138,7 +138,7 @@ class Parameters(Params):
 
 
 def stated(kind: type) -> list[Parameter[Any]]:
-    """The parameters of a class, in the order of their statements; base classes come first."""
+    """Returns the parameters of a class, in the order of their statements; base classes come first."""
     found: dict[str, Parameter[Any]] = {}
     for base in reversed(kind.__mro__):
         found |= {name: value for name, value in vars(base).items() if isinstance(value, Parameter)}
@@ -146,7 +146,7 @@ def stated(kind: type) -> list[Parameter[Any]]:
 
 
 def _optional(annotation: str) -> str:
-    """The type of a keyword: `Parameter[int]` takes `int | None`."""
+    """Returns the type of a keyword: `Parameter[int]` takes `int | None`."""
     text = annotation.removeprefix("Parameter[").removesuffix("]")
     return text if text == "Any" else f"{text} | None"
 

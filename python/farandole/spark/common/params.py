@@ -345,13 +345,13 @@ class ModelParams(Parameters):
     setBatchSize, getBatchSize = accessors("batch_size")
 
     def getStatistics(self) -> Statistics | None:
-        """The statistics of the rows that the model was trained with, if it carries them."""
+        """Returns the statistics of the rows that the model was trained with, if it carries them."""
         from farandole.data.statistics import Statistics
 
         known = self.getOrDefault("statistics")
         return None if known is None else Statistics.of_values(known)
 
     def getOutputCols(self) -> list[str]:
-        """The columns `transform` adds: as set, or `<label>__output` for every label column."""
+        """Returns the columns `transform` adds: as set, or `<label>__output` for every label column."""
         chosen = self.getOrDefault("output_cols")
         return chosen or [f"{label}__output" for label in self.getOrDefault("label_columns") or []]

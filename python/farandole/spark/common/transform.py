@@ -42,7 +42,7 @@ class Transformation:
     """Columns that the function gets in training and not in predictions."""
 
     def __call__(self, arrays: Arrays) -> Arrays:
-        """The batch with the columns that the function made of it.
+        """Returns the batch with the columns that the function made of it.
 
         Args:
             arrays: columns by name, rows first; at least one row.
@@ -76,7 +76,7 @@ class Transformation:
         return made
 
     def of_features(self, names: Sequence[str], labels: Sequence[str]) -> Transformation:
-        """The same for predictions, whose rows have no labels.
+        """Returns the same for predictions, whose rows have no labels.
 
         Args:
             names: of the features.
@@ -87,7 +87,7 @@ class Transformation:
         return replace(self, edits=[one for one in self.edits if one[0] in names], absent=absent)
 
     def predicted(self, arrays: Arrays, names: Sequence[str]) -> Arrays:
-        """The features of rows that are predicted.
+        """Returns the features of rows that are predicted.
 
         Args:
             arrays: features by name, rows first; at least one row.

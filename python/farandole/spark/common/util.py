@@ -84,7 +84,7 @@ def prepare_data(
         sample_weight_col: column with each row's weight.
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
-        verbose: whether to say what was prepared.
+        verbose: whether to report the preparation.
         fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are errors.
         allow_nan: takes NaN and infinities as values like any others.
 
@@ -137,7 +137,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, dict[str, Any], float]:
-    """The metadata of the data set in a store.
+    """Returns the metadata of the data set in a store.
 
     Args:
         store: where it is.
@@ -270,12 +270,12 @@ def host_hash(salt: str | None = None) -> str:
 
 
 def is_databricks() -> bool:
-    """Whether this process runs in a runtime of Databricks."""
+    """Returns whether this process runs in a runtime of Databricks."""
     return "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """A list of one thing per column.
+    """Returns a list of one thing per column.
 
     Args:
         var: `None`, one for all, or a list.

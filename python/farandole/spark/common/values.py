@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def backend(name: str, value: Any) -> Any:
-    """Something that runs functions in several processes."""
+    """Checks that a value can run functions in several processes."""
     if not callable(getattr(value, "run", None)) or not callable(getattr(value, "num_processes", None)):
         raise TypeError(f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}")
     return value
 
 
 def compression(name: str, value: Any) -> Any:
-    """One of `Compression`, or a compressor with a residual."""
+    """Returns one of `Compression`, or a compressor with a residual."""
     wanted = ("compress", "decompress"), ("rounds", "reduce")
     if not any(all(callable(getattr(value, method, None)) for method in methods) for methods in wanted):
         raise TypeError(f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}")
@@ -33,7 +33,7 @@ def compression(name: str, value: Any) -> Any:
 
 
 def fill(name: str, value: Any) -> Any:
-    """One value for all columns, or values by column; `None` for none."""
+    """Returns one value for all columns, or values by column; `None` for none."""
     plain = (bool, Real, str)
     if isinstance(value, Mapping):
         wrong = [column for column, one in value.items() if not isinstance(column, str) or not isinstance(one, plain)]
@@ -46,7 +46,7 @@ def fill(name: str, value: Any) -> Any:
 
 
 def categories(name: str, value: Any) -> dict[str, Any]:
-    """Names of columns, or by name their categories, or how many there may be; `None` for all."""
+    """Returns names of columns, or by name their categories or the greatest number of these; `None` for all."""
     if isinstance(value, str):
         raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
     by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
@@ -60,7 +60,7 @@ def categories(name: str, value: Any) -> dict[str, Any]:
 
 
 def ragged(name: str, value: Any) -> dict[str, Any]:
-    """A `Pad` or `Nested` by column."""
+    """Returns a `Pad` or `Nested` by column."""
     from farandole.data.ragged import Nested, Pad, Ragged
 
     kinds = (Pad, Nested, Ragged, Mapping)
@@ -81,7 +81,7 @@ def statistics(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def run_id(name: str, value: Any) -> str:
-    """A string that is a path below the directory of runs."""
+    """Returns a string that is a path below the directory of runs."""
     if any(part in ("", ".", "..") for part in text(name, value).split("/")):
         raise ValueError(f"{name} must name a directory below the store's runs: {value!r}")
     return value
@@ -91,7 +91,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def age(name: str, value: Any) -> float:
-    """An age, such as "30d", as seconds.
+    """Returns an age, such as "30d", as seconds.
 
     Args:
         name: of the parameter.
@@ -108,7 +108,7 @@ def age(name: str, value: Any) -> float:
 
 
 def features(name: str, value: Any) -> list[str | list[str]]:
-    """A list whose items are column names, or lists of names whose columns become one input."""
+    """Returns a list whose items are column names, or lists of names whose columns become one input."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
@@ -118,7 +118,7 @@ def features(name: str, value: Any) -> list[str | list[str]]:
 
 
 def edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
-    """A list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's edit fields."""
+    """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's edit fields."""
     import numpy as np
 
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 4 for one in value):  # noqa: PLR2004 - four parts
@@ -130,7 +130,7 @@ def edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], 
 
 
 def validation(name: str, value: Any) -> float | str:
-    """A share of rows, or the name of a column."""
+    """Returns a share of rows, or the name of a column."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -141,7 +141,7 @@ def validation(name: str, value: Any) -> float | str:
 
 
 def store(name: str, value: Any) -> Store:
-    """A store, or the path or URL of one."""
+    """Returns a store, or the path or URL of one."""
     from farandole.stores.store import Store
 
     if isinstance(value, Store):

@@ -100,7 +100,7 @@ class PytorchInfiniteDataLoader(PytorchDataLoader):
     """Batches that continue over the ends of a reader's epochs: an epoch here is `limit_step_per_epoch` of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `PytorchDataLoader`; a reader that ends after some epochs is refused."""
+        """Like `PytorchDataLoader`; a reader that ends after some epochs is refused."""
         super().__init__(*args, **kwargs)
         epochs = getattr(self.reader, "num_epochs", None)
         if epochs is not None:
@@ -227,7 +227,7 @@ def _length(batch: Mapping[str, torch.Tensor]) -> int:
 
 
 def _tensors(batch: Any) -> Batch:
-    """A batch as a dict of tensors; of petastorm's named tuples too."""
+    """Returns a batch as a dict of tensors; of petastorm's named tuples too."""
     fields = batch._asdict() if hasattr(batch, "_asdict") else batch
 
     def one(value: Any) -> torch.Tensor:

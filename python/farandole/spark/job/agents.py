@@ -84,7 +84,7 @@ class SparkAgents(Agents):
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the job is over."""
+        """Returns whether the job is over."""
         return self._thread is not None and not self._thread.is_alive()
 
     def cancel(self) -> None:
@@ -97,15 +97,15 @@ class SparkAgents(Agents):
         return list(self._tail.events()) if self._tail is not None else []
 
     def meets_elsewhere(self) -> bool:
-        """Whether tasks may already run although the driver has no sign of them."""
+        """Returns whether tasks may already run although the driver has no sign of them."""
         return self._meeting is not None and self._short_of is None and self._running
 
     def gave_up(self) -> bool:
-        """Whether Spark has seen a task of this job end."""
+        """Returns whether Spark has seen a task of this job end."""
         return self._cluster.has_ended_tasks(self.tag)
 
     def short_of(self) -> str | None:
-        """The number of missing slots, after Spark has refused the job because of them."""
+        """Returns the number of missing slots, after Spark has refused the job because of them."""
         return self._short_of
 
     def endings(self) -> list[Ending]:
@@ -196,12 +196,12 @@ def _agent(work: Work, meeting: Meeting | None) -> Callable[[Iterable[Any]], Ite
 
 
 def tasks_of(batches: Iterable[object]) -> list[int]:
-    """The task numbers in a partition's Arrow batches, read to the end as Spark expects."""
+    """Returns the task numbers in a partition's Arrow batches, read to the end as Spark expects."""
     return [int(value) for batch in batches for value in batch.column(0).to_pylist()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def batch(row: Row) -> Any:
-    """One row as a record batch, made of buffers: `pyarrow.array` would first import pandas, which takes a second."""
+    """Returns one row as a record batch, made of buffers: `pyarrow.array` would import pandas, which takes a second."""
     import pyarrow  # noqa: PLC0415, ICN001 - runs in Spark's task
 
     def number(value: int) -> Any:

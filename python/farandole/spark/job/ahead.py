@@ -29,7 +29,7 @@ _SENT: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Ahead:
-    """Something that went ahead.
+    """A file that was sent to executors before the tasks that read it.
 
     Attributes:
         name: SHA-256 of its content, which is its file's name, too.
@@ -38,10 +38,10 @@ class Ahead:
     name: str
 
     def read(self) -> bytes:
-        """The content; called in a task.
+        """Returns the content; called in a task.
 
         Raises:
-            ValueError: The file is not what was sent.
+            ValueError: The file is not the one that was sent.
         """
         from pyspark import SparkFiles  # noqa: PLC0415 - runs in Spark's task
 
@@ -75,7 +75,7 @@ def sent(session: SparkSession, data: bytes) -> bytes | Ahead:
 
 
 def arrived(data: bytes | Ahead) -> bytes:
-    """The uploaded object, in a task.
+    """Returns the uploaded object, in a task.
 
     Args:
         data: As `sent` returned it.

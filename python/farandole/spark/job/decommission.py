@@ -27,13 +27,13 @@ _ANCESTORS = 6
 
 
 def told(work: Work) -> Work:
-    """The same work, whose worker is told its executor, where that can be found out."""
+    """Returns the same work, whose worker gets its executor's id, if it can be found out."""
     executor = own_executor()
     return work if executor is None else replace(work, env={**work.env, VARIABLE: executor})
 
 
 def own_executor(process: int | None = None, proc: Path = Path("/proc")) -> str | None:
-    """The number of the executor that is an ancestor of this process; `None` outside of one."""
+    """Returns the number of the executor that is an ancestor of this process; `None` outside of one."""
     process = os.getppid() if process is None else process
     for _ in range(_ANCESTORS):
         try:

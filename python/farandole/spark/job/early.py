@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 IDLE_SECONDS: Final = 600.0
-"""How long the server waits for work. One that a job starts waits less: data is prepared before the first fit."""
+"""Seconds that the server waits for work. A job's own server waits less, because data is prepared before a fit."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@
 If Spark has fewer slots than the job may have workers, the Spark jobs of the other workers wait in Spark's queue, so
 dynamic allocation requests executors. A worker joins when its task gets a slot. A task that Spark starts again after it
 lost an executor ends at once, and the driver submits a new one, because every worker has its own number. The registrar
-decides who is in the world, and when the job is done.
+decides which workers are in the world, and when the job is done.
 """
 
 from __future__ import annotations

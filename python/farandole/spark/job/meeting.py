@@ -155,7 +155,7 @@ def settle(work: Work, meeting: Meeting, task: int, context: Any) -> tuple[Work,
 
 
 def _reaches(addresses: Sequence[str]) -> bool:
-    """Whether one of the addresses can be dialled from here."""
+    """Returns whether one of the addresses can be dialled from here."""
 
     def one(address: str) -> bool:
         host, _, port = address.rpartition(":")

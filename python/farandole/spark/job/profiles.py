@@ -24,14 +24,14 @@ _IN_PLANS_SINCE: Final = 4
 
 
 def takes_profiles() -> bool:
-    """Whether the plans of this pyspark take a profile."""
+    """Returns whether the plans of this pyspark take a profile."""
     import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
     return int(pyspark.__version__.partition(".")[0]) >= _IN_PLANS_SINCE
 
 
 def mapped(tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any) -> DataFrame | Profiled:
-    """The rows that an agent makes in each task.
+    """Returns the rows that an agent makes in each task.
 
     Args:
         tasks: One row for each task.
@@ -60,7 +60,7 @@ class Profiled:
 
     @classmethod
     def of(cls, frame: DataFrame, profile: ResourceProfile) -> Profiled:
-        """The rows of a frame.
+        """Returns the rows of a frame.
 
         Args:
             frame: One stage without shuffles.
@@ -73,7 +73,7 @@ class Profiled:
         return cls(context, pickled)
 
     def repartition(self, number: int) -> Profiled:
-        """As `DataFrame.repartition`.
+        """Like `DataFrame.repartition`.
 
         Args:
             number: Of partitions.
@@ -81,7 +81,7 @@ class Profiled:
         return Profiled(self._context, self._pickled.repartition(number))
 
     def collect(self) -> list[Row]:
-        """As `DataFrame.collect`."""
+        """Like `DataFrame.collect`."""
         return _rdd(self._context, self._pickled).collect()
 
 

@@ -25,7 +25,7 @@ _QUEUES: WeakKeyDictionary[Any, Slots] = WeakKeyDictionary()
 
 
 def queue(cluster: Cluster) -> Slots:
-    """The queue of an application's gangs.
+    """Returns the queue of an application's gangs.
 
     Args:
         cluster: The application.

@@ -46,7 +46,7 @@ class Cluster:
 
     @classmethod
     def active(cls) -> Cluster:
-        """The session of this process.
+        """Returns the session of this process.
 
         Raises:
             Exception: There is none, or pyspark is not installed; Horovod's type and words.
@@ -57,7 +57,7 @@ class Cluster:
             raise ModuleNotFoundError(
                 "pyspark is not installed; install it with: pip install 'farandole[spark]'", name="pyspark"
             ) from error
-        # Connect first: pyspark's classic module answers for it only when it was told to be remote.
+        # Connect first: pyspark's classic module handles it only if it was configured to be remote.
         session = _connected() or SparkSession.getActiveSession() or _of_context()
         if session is None:
             raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type
@@ -85,7 +85,7 @@ class Cluster:
         return self.master == "local" or self.master.startswith("local[")
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """A thread for a Spark job: it inherits its maker's job group, tags and properties."""
+        """Returns a thread for a Spark job: it inherits its maker's job group, tags and properties."""
         from pyspark import InheritableThread  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
         # pyspark 3.5 knows no sessions there, and a Connect client of it has nothing to inherit.
@@ -130,7 +130,7 @@ class Cluster:
             self.session.interruptTag(tag)
 
     def collect(self, frame: DataFrame, description: str) -> list[Row]:
-        """The rows of a frame; whatever interrupts this thread cancels the job.
+        """Returns the rows of a frame; whatever interrupts this thread cancels the job.
 
         The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer breaks the
         connection, and the job would continue.
@@ -160,7 +160,7 @@ class Cluster:
         return rows
 
     def has_ended_tasks(self, tag: str) -> bool:
-        """Whether a task of the tag's running jobs has ended; `False` if that is unknown."""
+        """Returns whether a task of the tag's running jobs has ended; `False` if that is unknown."""
         if self.context is None:
             return False
         try:
@@ -234,7 +234,7 @@ class Cluster:
             raise ValueError("with Spark Connect, resource_profile needs pyspark 4.0 or newer")
 
     def conf(self, key: str, default: str) -> str:
-        """A setting, or its default where it is not set or not shown."""
+        """Returns a setting, or its default where it is not set or not shown."""
         try:
             return str(self.session.conf.get(key, default))
         except Exception:  # noqa: BLE001 - Connect servers hide static settings
@@ -286,7 +286,7 @@ def _connected() -> SparkSession | None:
 
 
 def _of_context() -> SparkSession | None:
-    """A session for the context that exists, as in a thread that has made no session its own."""
+    """Returns a session for the context that exists, as in a thread that has made no session its own."""
     from pyspark import SparkContext  # noqa: PLC0415 - as in `active`
     from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `active`
 

@@ -21,7 +21,7 @@ from farandole.common import pickling
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.data.marks import Mark
+    from farandole.stores.marks import Mark
     from farandole.stores.options import StorageOptions
     from farandole.stores.store import Store
 
@@ -38,7 +38,7 @@ _MARKS: dict[str, Mark | None] = {}
 
 @dataclass(frozen=True)
 class Stored:
-    """Something that lies in a job's directory.
+    """A file in a job's directory.
 
     Attributes:
         name: SHA-256 of its content, which is its file's name, too.
@@ -63,7 +63,7 @@ class Spill:
 
     @classmethod
     def below(cls, store: Store | str) -> Spill:
-        """A new directory among the runs of a store.
+        """Returns a new directory among the runs of a store.
 
         Args:
             store: A store, or its URL.
@@ -87,7 +87,7 @@ class Spill:
         """Reads the data that `put` has written.
 
         Raises:
-            ValueError: The file is not what was written.
+            ValueError: The file is not the one that was written.
         """
         data = self._store().read(stored.name)
         if hashlib.sha256(data).hexdigest() != stored.name:
@@ -105,7 +105,7 @@ class Spill:
         return self._store().read(name)
 
     def names(self, folder: str) -> list[str]:
-        """The files of a folder of the job's directory, sorted; none where there is no such folder."""
+        """Returns the files of a folder of the job's directory, sorted; none where there is no such folder."""
         store = self._store()
         return [name for name, _ in store.list(folder)] if store.exists(folder) else []
 
@@ -117,13 +117,13 @@ class Spill:
             mark.release()
 
     def carried(self, packed: bytes) -> bytes:
-        """A pickled `(fn, args, kwargs)` whose large result, and which itself when large, travels by the store."""
+        """Returns a pickled `(fn, args, kwargs)`. It travels by the store if it is large, and so does its result."""
         if len(packed) <= LIMIT:
             return pickling.dumps((call, (self, packed), {}))
         return pickling.dumps((call_stored, (self, self.put(packed)), {}))
 
     def fetched(self, value: Any) -> Any:
-        """A result of a carried function, whichever way it came."""
+        """Returns a result of a carried function, whichever way it came."""
         return pickle.loads(self.take(value)) if isinstance(value, Stored) else value  # noqa: S301 - see the module
 
     def _store(self) -> Any:
@@ -135,7 +135,7 @@ class Spill:
 def sweep(runs_path: str) -> None:
     """Deletes files of jobs with killed drivers. A living driver has a mark in its job's directory.
 
-    What has no mark at all, as of versions that left none, goes when it is a week old.
+    Directories without a mark, as of versions that left none, are deleted when they are a week old.
 
     Args:
         runs_path: URL of the directory of all runs.
@@ -159,7 +159,7 @@ def _is_left(runs: Any, name: str) -> bool:
 
 def _mark(url: str) -> Mark | None:
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
-    from farandole.data.marks import Mark  # noqa: PLC0415 - as above
+    from farandole.stores.marks import Mark  # noqa: PLC0415 - as above
 
     name = NativeStore(url).share(_LASTS)
     return None if name is None else Mark(url, name, _LASTS)
@@ -179,5 +179,5 @@ def call(spill: Spill, packed: bytes) -> Any:
 
 
 def call_stored(spill: Spill, stored: Stored) -> Any:
-    """As `call`, of a function that is itself in the store."""
+    """Like `call`, of a function that is itself in the store."""
     return call(spill, spill.take(stored))

@@ -29,7 +29,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 
 
 def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]) -> tuple[Any, Any]:
-    """The input of each group of feature columns.
+    """Returns the input of each group of feature columns.
 
     Args:
         model: may state its inputs.
@@ -66,7 +66,7 @@ def inputs_of(model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str,
 
 
 def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
-    """The names of a model's inputs, in the order of the feature columns, for a model that takes a dict.
+    """Returns the names of a model's inputs, in the order of the feature columns, for a model that takes a dict.
 
     Args:
         model: of Keras.
@@ -116,7 +116,7 @@ def _stated(dtype: str) -> str:
 
 
 def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> dict[str, str | None]:
-    """The columns to read, with the types that the reader can cast them to.
+    """Returns the columns to read, with the types that the reader can cast them to.
 
     Args:
         shape: of the model.
@@ -131,7 +131,7 @@ def reader_casts(shape: Shape, labels: Sequence[Label], weight: str | None) -> d
 
 
 def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
-    """The model's argument.
+    """Returns the model's argument.
 
     Args:
         shape: of the model.
@@ -142,7 +142,7 @@ def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
 
 
 def input_arrays(shape: Shape, columns: Mapping[str, Array], rows: int) -> list[Array]:
-    """The array of each input.
+    """Returns the array of each input.
 
     Args:
         shape: of the model.
@@ -172,7 +172,7 @@ def argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
 
 
 def model_labels(shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int) -> Any:
-    """The labels with which the model's outputs are compared.
+    """Returns the labels with which the model's outputs are compared.
 
     Args:
         shape: of the model.
@@ -198,7 +198,7 @@ def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
 
 
 def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
-    """Names of a model's outputs in the order of the labels, for a model that returns a dict.
+    """Returns the names of a model's outputs in the order of the labels, for a model that returns a dict.
 
     Args:
         value: what it returned.
@@ -211,7 +211,7 @@ def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def flat_outputs(value: Any, keys: Sequence[str] | None, count: int) -> list[Any]:
-    """A model's outputs as a list, one per label.
+    """Returns a model's outputs as a list, one per label.
 
     Args:
         value: what the model returned.
@@ -231,7 +231,7 @@ def flat_outputs(value: Any, keys: Sequence[str] | None, count: int) -> list[Any
 
 
 def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None) -> Label:
-    """The array of one label column.
+    """Returns the array of one label column.
 
     Args:
         column: of the label.
@@ -247,7 +247,7 @@ def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None
 
 
 def told_misfit(shape: Shape, error: Exception) -> str:
-    """The message about a model that does not accept its inputs.
+    """Returns the message about a model that does not accept its inputs.
 
     Args:
         shape: of the model.

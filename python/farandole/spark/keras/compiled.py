@@ -36,7 +36,7 @@ class Compiled:
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """The arguments that a model was compiled with; empty when it was not.
+    """Returns the arguments that a model was compiled with; empty when it was not.
 
     Args:
         model: of Keras.
@@ -52,7 +52,7 @@ _FORMS = {
 
 
 def form_of(loss: Any) -> str | None:
-    """The form of a model's output that a loss of Keras takes, see `farandole.spark.common.model.classes`.
+    """Returns the form of a model's output that a loss of Keras takes, see `farandole.spark.common.model.classes`.
 
     Args:
         loss: a loss, its name, or a list of one; of one's own it tells nothing.
@@ -71,7 +71,7 @@ def form_of(loss: Any) -> str | None:
 
 
 def has_own_step(model: Any) -> bool:
-    """Whether the model trains in a way of its own, which needs no loss.
+    """Returns whether the model trains in a way of its own, which needs no loss.
 
     Args:
         model: of Keras.
@@ -235,7 +235,7 @@ def _restores_itself(model: Any) -> bool:
 
 
 def _fresh(optimizer: Any, found: Mapping[str, Any], backward_passes: int) -> Any:
-    """The optimizer of a name or configuration, without the state and variables of any model."""
+    """Returns the optimizer of a name or configuration, without the state and variables of any model."""
     known = keras.optimizers.get(optimizer)
     config: Any = keras.optimizers.serialize(known)
     if backward_passes > 1:

@@ -50,7 +50,7 @@ class KerasEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> KerasEstimatorParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         return KerasEstimatorParamsWriter(cast("Any", self))
 
 
@@ -59,16 +59,16 @@ class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
 
     @classmethod
     def read(cls) -> KerasEstimatorParamsReader:
-        """The reader; loading runs the code that was pickled with the estimator."""
+        """Returns the reader; loading runs the code that was pickled with the estimator."""
         return KerasEstimatorParamsReader(cast("Any", cls))
 
 
 class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadable, KerasEstimatorParamsWritable):
     """Fits a Keras model on a DataFrame, on several processes at once, by Keras's own `fit`.
 
-    The training processes use the Keras backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or
-    in `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
-    along. What is not given here, optimizer, loss, metrics, is taken from how the model was compiled.
+    The training processes use the Keras backend of the driver: TensorFlow, torch or JAX (`KERAS_BACKEND`, here or in
+    `backend_env`). The model travels as a `.keras` file; classes and functions of yours that it is made of travel
+    along. An optimizer, a loss or metrics that are not given here are those with which the model was compiled.
 
     Columns become arrays as follows. Every feature column is one input of the model, in the shape and type that the
     model states; an input it does not state is `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers,
@@ -115,7 +115,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": quiet, **self.getBackendEnv()}
 
     def get_model_class(self) -> type[KerasModel]:
-        """The class of the fitted model."""
+        """Returns the class of the fitted model."""
         return KerasModel
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -169,7 +169,7 @@ class KerasEstimator(KerasParams, FarandoleEstimator, KerasEstimatorParamsReadab
         return parts_of(self.getModel(), self.getOptimizer(), self.getLoss())
 
     def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
-        """The run's description, a copy of the model that nobody else holds, its outputs' rows, and a fingerprint."""
+        """Returns the run's description, an own copy of the model, its outputs' rows, and a fingerprint."""
         check_padded(prepared.ragged)
         groups, labels = self._inputs(), self.getLabelCols()
         raw = self._roles().kept

@@ -79,7 +79,7 @@ class Job:
     """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
 
     def paths(self) -> dict[str, str]:
-        """The paths of the run's files, if it has files."""
+        """Returns the paths of the run's files, if it has files."""
         return paths_of(self.store, self.data)
 
 

@@ -73,7 +73,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     _framework = "Keras"
 
     def history_frame(self) -> pd.DataFrame:
-        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
+        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_`."""
         import pandas as pd
 
         history = self.getHistory() or {}
@@ -83,14 +83,14 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         return entries(self.getHistory() or {})
 
     def write(self) -> KerasModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces the old directory."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
         from farandole.spark.keras.saving.persistence import KerasModelWriter
 
         return KerasModelWriter(self)
 
     @classmethod
     def read(cls) -> KerasModelReader:
-        """The reader; `read().custom_objects({...}).load(path)` runs none of the saved code."""
+        """Returns the reader; `read().custom_objects({...}).load(path)` runs none of the saved code."""
         from farandole.spark.keras.saving.persistence import KerasModelReader
 
         return KerasModelReader(cls)
@@ -161,7 +161,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
 
 def layers(model: Any) -> list[Layer]:
-    """The layers of a model, and instead of a model among them its own layers.
+    """Returns the layers of a model, and instead of a model among them its own layers.
 
     Args:
         model: of any kind. Weights that two layers share count where they come first.
@@ -201,11 +201,11 @@ def _flat(model: Any, above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _width(dtype: str) -> int:
-    """Bytes of an element."""
+    """Returns the bytes of an element."""
     return np.dtype(_PLAIN.get(dtype, dtype)).itemsize
 
 
 def _form(layer: Any) -> str:
-    """The shape of a layer's output, where Keras knows it."""
+    """Returns the shape of a layer's output, where Keras knows it."""
     shape = getattr(getattr(layer, "output", None), "shape", None) if layer.built else None
     return "" if shape is None else f"[{', '.join('rows' if at == 0 else str(size) for at, size in enumerate(shape))}]"

@@ -21,7 +21,7 @@ _ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
 
 
 def _loss(name: str, value: Any) -> Any:
-    """A Keras loss: its name, an object, a function, or a list or dict of them, one per output."""
+    """Returns a Keras loss: its name, an object, a function, or a list or dict of them, one per output."""
     parts = value.values() if isinstance(value, dict) else (value if isinstance(value, list | tuple) else [value])
     for one in parts:
         if one is not None and not isinstance(one, str) and not callable(one):
@@ -51,7 +51,7 @@ def _environment(name: str, value: Any) -> dict[str, str]:
 
 
 def _checkpoint(name: str, value: Any) -> Any:
-    """A callback that decides which model is kept."""
+    """Returns a callback that decides which model is kept."""
     import keras  # noqa: PLC0415 - a training process chooses its devices first
 
     if not isinstance(value, keras.callbacks.ModelCheckpoint):
@@ -60,7 +60,7 @@ def _checkpoint(name: str, value: Any) -> Any:
 
 
 def _compression(name: str, value: Any) -> Any:
-    """One of `Compression`: Keras hands over gradients one by one, so that a compressor of whole steps has no place."""
+    """Returns one of `Compression`: Keras passes gradients one by one, so a compressor of whole steps cannot work."""
     if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
         raise TypeError(f"{name} must be a member of farandole.keras.Compression, such as fp16: {value!r}")
     return value

@@ -19,7 +19,7 @@ _ASIDE = frozenset({"build_config", "compile_config", "keras_version", "module",
 
 
 def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
-    """The parts of a fingerprint: architecture, initial weights, optimizer, loss.
+    """Returns the parts of a fingerprint: architecture, initial weights, optimizer, loss.
 
     Args:
         model: the user's, built.
@@ -46,7 +46,7 @@ def parts_of(model: Any, optimizer: Any, loss: Any) -> list[Part]:
 
 
 def _architecture(model: Any) -> Any:
-    """The configuration, without the names that Keras counts up in every process."""
+    """Returns the configuration, without the names that Keras counts up in every process."""
     try:
         config = json.loads(model.to_json())
     except Exception:  # noqa: BLE001 - a class of the user's that cannot tell: then its layers do

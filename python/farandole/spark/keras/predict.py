@@ -51,14 +51,14 @@ class Predictor:
     kinds: tuple[str, ...]
     batch_size: int
     encoding: Encoding = field(default_factory=Encoding)
-    """Categories, and what takes the place of nulls."""
+    """Categories, and the replacements of nulls."""
     added: Added | None = None
     """Columns in Spark ML's manner."""
     transformation: bytes | None = None
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same predictor, with the types of its output columns.
+        """Returns the same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
@@ -120,7 +120,7 @@ class Predictor:
         return _MODELS[key]
 
     def inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
-        """The array of each of the model's inputs, rows first.
+        """Returns the array of each of the model's inputs, rows first.
 
         Args:
             batch: whose columns go by number.
@@ -142,21 +142,21 @@ class Predictor:
         return None if self.transformation is None else cloudpickle.loads(self.transformation)
 
     def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
-        """The columns of the model's inputs, before the transformation."""
+        """Returns the columns of the model's inputs, before the transformation."""
         from farandole.spark.common.model.arrow import features
 
         texts = self.transformation is not None
         return features(batch, self.columns, self._names, self.encoding, fixed=True, texts=texts)
 
     def _transformed(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Columns after the transformation, of one row at least."""
+        """Returns the columns after the transformation, of one row at least."""
         if self._transformation is None:
             return columns
         made = self._transformation.predicted(columns, self._names)
         return {name: made[name] for name in self._names}
 
     def _shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> Shape:
-        """The model's inputs, made of these columns."""
+        """Returns the model's inputs, made of these columns."""
         from farandole.data.columns import Column
         from farandole.spark.keras.arrays import inputs_of
         from farandole.spark.keras.job import Shape
@@ -194,7 +194,7 @@ class Predictor:
 
 
 def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list[npt.NDArray[Any]]:
-    """A model's outputs, one per label, rows first.
+    """Returns a model's outputs, one per label, rows first.
 
     Args:
         model: of Keras.
@@ -210,7 +210,7 @@ def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list
 
 
 def _numbers(output: Any) -> npt.NDArray[Any]:
-    """An output as NumPy's array: as exact as the model computed it, halves as what NumPy knows."""
+    """Returns an output as NumPy's array: as exact as the model computed it, halves as what NumPy knows."""
     import keras
 
     is_half = keras.backend.standardize_dtype(output.dtype) in ("float16", "bfloat16")

@@ -100,7 +100,7 @@ def _jax(wanted: bool) -> None:
 
 
 def _chosen(count: int) -> int | None:
-    """Number of this process's GPU among those it sees, where every process sees one."""
+    """Returns the number of this process's GPU among those it sees, where every process sees one."""
     if is_elastic():
         # Each process for itself: one that joins later has no peer that calls the same.
         choice = task.device(count, basics.local_rank(), basics.local_size())

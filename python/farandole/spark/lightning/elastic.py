@@ -74,7 +74,7 @@ class RunState(LightningState):
             )
 
     def is_due(self, trainer: Any, batches: int) -> bool:
-        """Not if an epoch cannot be continued in the middle."""
+        """Returns whether to commit now; never if an epoch cannot be continued in the middle."""
         return self._loader is not None and super().is_due(trainer, batches)
 
     def has_ended(self, trainer: Any) -> None:

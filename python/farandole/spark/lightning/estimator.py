@@ -54,7 +54,7 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -65,7 +65,7 @@ class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
 
     @classmethod
     def read(cls) -> ParamsReader[Any]:
-        """The reader; loading runs the code that was pickled with the estimator."""
+        """Returns the reader; loading runs the code that was pickled with the estimator."""
         from farandole.spark.torch.saving.persistence import TorchParamsReader
 
         return TorchParamsReader(cls)
@@ -115,12 +115,12 @@ class LightningEstimator(
             raise ValueError("loss is required for a plain module")
 
     def _package(self) -> str | None:
-        """The package whose `LightningModule` the model is; `None` for a plain module."""
+        """Returns the package whose `LightningModule` the model is; `None` for a plain module."""
         imported = [package for package in _PACKAGES if package in sys.modules]
         return next((one for one in imported if isinstance(self.getModel(), sys.modules[one].LightningModule)), None)
 
     def get_model_class(self) -> type[TorchModel]:
-        """The class of the fitted model."""
+        """Returns the class of the fitted model."""
         return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
@@ -183,7 +183,7 @@ class LightningEstimator(
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
     ) -> tuple[LightningJob, LightningObjects, list[int] | None, dict[str, torch.Tensor]]:
-        """The run's description, a copy of the user's objects, the sizes of outputs where known, and some rows."""
+        """Returns the run's description, a copy of the user's objects, known sizes of outputs, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
         columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))
@@ -251,7 +251,7 @@ class LightningEstimator(
         return job, mine, sizes, tensors
 
     def _losses(self, count: int) -> list[Any]:
-        """The losses of a plain module; for a `LightningModule` what says that labels keep their kind."""
+        """Returns the losses of a plain module; for a `LightningModule` what says that labels keep their kind."""
         given = self.getLoss() or self.getLossConstructors()
         if given is None:
             return [_own_loss] * count

@@ -55,7 +55,7 @@ class Loader:
         return self._source.place_after(epoch, self._place.steps + steps)
 
     def ends(self) -> None:
-        """Has the next epoch begin at its beginning."""
+        """Lets the next epoch begin at its first row."""
         self._place = Place()
         self._source.begin_at(self._place)
 

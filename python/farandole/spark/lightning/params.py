@@ -77,7 +77,7 @@ class LightningParams(TorchParams):
     )
 
     def copy(self, extra: dict[Param[Any], Any] | None = None) -> Self:
-        """A copy with the same parameters.
+        """Returns a copy with the same parameters.
 
         Args:
             extra: values that the copy has instead.

@@ -82,7 +82,7 @@ def _train_in_world(
     halt: Halt,
     state: RunState | None,
 ) -> Trained | None:
-    """Trains from the beginning, or from what was reached, to the end."""
+    """Trains from the beginning, or from the progress so far, to the end."""
     agree_on_device(device)
     base, rank, size = job.base, hvd.rank(), hvd.size()
     reached = Reached() if state is None else state.reached
@@ -158,7 +158,7 @@ def _trainer(job: LightningJob, objects: LightningObjects, watch: Watch, folder:
 
 
 def compression_hook(compression: Any) -> dict[str, Any]:
-    """The strategy's arguments for gradients that travel in a smaller form.
+    """Returns the strategy's arguments for gradients that travel in a smaller form.
 
     Args:
         compression: as `DistributedOptimizer` takes it.
@@ -183,7 +183,7 @@ def compression_hook(compression: Any) -> dict[str, Any]:
 
 
 def _redirect(logger: Any, directory: Path) -> None:
-    """Has a logger that writes files write them where they are taken to the store from."""
+    """Lets a logger write its files to the directory from which they are copied to the store."""
     for name in ("_root_dir", "_save_dir"):
         if hasattr(logger, name):
             setattr(logger, name, str(directory))
@@ -198,7 +198,7 @@ def _trusting(job: LightningJob, trainer: Any) -> dict[str, Any]:
 
 
 def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
-    """The checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
+    """Returns the checkpoint, unpickled as far as that runs no code; with the user's consent, all of it."""
     if decision(job.allow_pickle):
         return payload.unpack(found)
     try:

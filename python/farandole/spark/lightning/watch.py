@@ -75,7 +75,7 @@ class Watch:
         halt.begins()
 
     def callback(self, base: type[Any]) -> Any:
-        """A Lightning callback that calls this.
+        """Returns a Lightning callback that calls this.
 
         Args:
             base: Lightning's class of callbacks.
@@ -151,7 +151,7 @@ class Watch:
             trainer.should_stop = True
 
     def total_everywhere(self) -> float:
-        """The sum of the losses of the epoch so far, over the rows of all processes; a collective call."""
+        """Returns the sum of the losses of the epoch so far, over the rows of all processes; a collective call."""
         total = hvd.allreduce(torch.tensor([self.total], dtype=torch.float64), op=hvd.Sum, name="farandole.total")
         return self._begun[1] + float(total)
 
@@ -189,7 +189,7 @@ class Watch:
                 self.store.write(file.relative_to(run).as_posix(), file.read_bytes())
 
     def best_state(self, trainer: Any, module: Any) -> dict[str, torch.Tensor]:
-        """The weights that the run is for: the best where that was asked for, else the last.
+        """Returns the weights that the run is for: the best where that was asked for, else the last.
 
         Args:
             trainer: after the fit.

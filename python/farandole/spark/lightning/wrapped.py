@@ -54,15 +54,15 @@ class _Steps:
         return self.model(*inputs)
 
     def training_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self._step(batch, "train")
 
     def validation_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         return self._step(batch, "val")
 
     def configure_optimizers(self) -> Any:
-        """The user's optimizer, and the scheduler if there is one."""
+        """Returns the user's optimizer, and the scheduler if there is one."""
         optimizer, scheduler, interval = self._parts
         if scheduler is None:
             return optimizer
@@ -96,7 +96,7 @@ class _Steps:
 
 @cache
 def module_class(package: str) -> type[Any]:
-    """The class for one of Lightning's packages.
+    """Returns the class for one of Lightning's packages.
 
     Args:
         package: `lightning.pytorch` or `pytorch_lightning`.
@@ -106,7 +106,7 @@ def module_class(package: str) -> type[Any]:
 
 
 def wrap(package: str, **parts: Any) -> Any:
-    """A module of the right class.
+    """Returns a module of the right class.
 
     Args:
         package: as in `module_class`.

@@ -53,7 +53,7 @@ class TrainingState:
 
 
 class Callback:
-    """Something to be called while a model trains; every method does nothing unless overridden."""
+    """Base class for objects that are called while a model trains; each method does nothing unless overridden."""
 
     def on_train_begin(self, state: TrainingState) -> None:
         """Before the first epoch; also of a resumed run."""
@@ -72,7 +72,7 @@ class Callback:
 
 
 class Callbacks:
-    """Those of one run, by the moment they are called at.
+    """The callbacks of one run, by the moment at which they are called.
 
     Args:
         callbacks: as users gave them.
@@ -84,11 +84,11 @@ class Callbacks:
         self._at = {moment: _of_moment(callbacks, moment) for moment in _MOMENTS}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Returns whether there are any."""
         return any(self._at.values())
 
     def has(self, moment: str) -> bool:
-        """Whether any is called at that moment."""
+        """Returns whether any is called at that moment."""
         return bool(self._at[moment])
 
     def call(self, moment: str) -> None:

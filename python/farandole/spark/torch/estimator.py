@@ -41,7 +41,7 @@ class TorchEstimatorParamsWritable(MLWritable):
     """Saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
-        """The writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see `places`."""
         from farandole.spark.torch.saving.persistence import TorchParamsWriter
 
         return TorchParamsWriter(cast("Any", self))
@@ -52,7 +52,7 @@ class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
 
     @classmethod
     def read(cls) -> ParamsReader[Any]:
-        """The reader; loading runs the code that was pickled with the estimator."""
+        """Returns the reader; loading runs the code that was pickled with the estimator."""
         from farandole.spark.torch.saving.persistence import TorchParamsReader
 
         return TorchParamsReader(cls)
@@ -97,7 +97,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
     def _losses(self) -> list[Any]:
-        """The losses, or their constructors, one per label."""
+        """Returns the losses, or their constructors, one per label."""
         loss, constructors = self.getLoss(), self.getLossConstructors()
         if loss is not None and constructors is not None:
             raise ValueError("at most one of parameters loss and loss_constructors may be specified")
@@ -112,7 +112,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
         return losses
 
     def get_model_class(self) -> type[TorchModel]:
-        """The class of the fitted model."""
+        """Returns the class of the fitted model."""
         return TorchModel
 
     def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
@@ -159,7 +159,7 @@ class TorchEstimator(TorchParams, FarandoleEstimator, TorchEstimatorParamsReadab
     def _job(
         self, prepared: Prepared, fingerprint: Fingerprint
     ) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
-        """The run's description, a copy of the user's objects that nobody else holds, its losses, and some rows."""
+        """Returns the run's description, an own copy of the user's objects, its losses, and some rows."""
         transformation = transformation_of(self)
         raw = self._roles().kept
         columns, tensors = mapping.transformed_columns(prepared, raw, transformation, missing_of(self, prepared))

@@ -72,7 +72,7 @@ class Loop:
 
     @classmethod
     def of(cls, estimator: TorchParams) -> Self:
-        """As an estimator's parameters have it.
+        """Returns the job of an estimator's parameters.
 
         Args:
             estimator: of PyTorch or Lightning.
@@ -113,7 +113,7 @@ class Job:
     loss_weights: tuple[float, ...]
 
     def paths(self) -> dict[str, str]:
-        """The paths of the run's files, if it has files."""
+        """Returns the paths of the run's files, if it has files."""
         return paths_of(self.store, self.data)
 
 

@@ -33,7 +33,7 @@ _ROWS = 2
 def transformed_columns(
     prepared: Prepared, names: Sequence[str], transformation: Any, missing: Missing
 ) -> tuple[dict[str, Column], dict[str, torch.Tensor]]:
-    """The columns that training processes will see, and some rows of them.
+    """Returns the columns that training processes will see, and some rows of them.
 
     Args:
         prepared: the data.
@@ -90,7 +90,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 def labels_of(
     names: Sequence[str], columns: dict[str, Column], losses: Sequence[Any], shapes: Sequence[Sequence[int]] | None
 ) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
-    """The mapping of each label column: column, type, shape, whether it contains indices of classes.
+    """Returns the mapping of each label column: column, type, shape, whether it contains indices of classes.
 
     Args:
         names: of the columns.
@@ -108,7 +108,7 @@ def labels_of(
 
 
 def statistics(url: str) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest value of each column that a preparation took note of.
+    """Returns the smallest and the largest value of each column that a preparation took note of.
 
     Args:
         url: of the data set.
@@ -155,7 +155,7 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
         The model's outputs.
 
     Raises:
-        ValueError: what does not fit, by name and shape.
+        ValueError: columns do not fit; the message has names and shapes.
     """
     Scores(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
     outputs = outputs_of_model(job.inputs, job.labels, objects.model, tensors)
@@ -166,7 +166,7 @@ def try_out(job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str
 
 
 def example(job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> Example | None:
-    """The rows that the model was tried out with; `None` where it has several inputs, which MLflow cannot name.
+    """Returns the rows that the model was tried out with; `None` where it has several inputs, which MLflow cannot name.
 
     Args:
         job: the run.
@@ -180,14 +180,14 @@ def example(job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """A tensor as NumPy has it, which knows no bfloat16."""
+    """Returns a tensor as NumPy has it, which knows no bfloat16."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
 def outputs_of_model(
     inputs: Sequence[Input], labels: Sequence[Label], model: torch.nn.Module, rows: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """A model's outputs for some rows.
+    """Returns a model's outputs for some rows.
 
     Args:
         inputs: its arguments.

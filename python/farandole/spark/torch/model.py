@@ -73,14 +73,14 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     _framework = "torch"
 
     def write(self) -> TorchModelWriter:
-        """The writer; `write().overwrite().save(path)` replaces the old directory."""
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
         from farandole.spark.torch.saving.persistence import TorchModelWriter
 
         return TorchModelWriter(self)
 
     @classmethod
     def read(cls) -> TorchModelReader:
-        """The reader; `read().model(module).load(path)` takes the weights alone and runs no code."""
+        """Returns the reader; `read().model(module).load(path)` takes the weights alone and runs no code."""
         from farandole.spark.torch.saving.persistence import TorchModelReader
 
         return TorchModelReader(cls)

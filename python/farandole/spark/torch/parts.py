@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def parts_of(model: torch.nn.Module, optimized: torch.optim.Optimizer | None) -> list[Part]:
-    """The parts of a fingerprint: architecture, initial weights, optimizer.
+    """Returns the parts of a fingerprint: architecture, initial weights, optimizer.
 
     Args:
         model: the user's.
@@ -34,7 +34,7 @@ def parts_of(model: torch.nn.Module, optimized: torch.optim.Optimizer | None) ->
 
 
 def _told(optimized: torch.optim.Optimizer) -> str:
-    """The optimizer's class, and of its options those that are not the class's own."""
+    """Returns the optimizer's class, and of its options those that are not the class's own."""
     import inspect  # noqa: PLC0415 - asked for in messages alone
 
     usual = {name: one.default for name, one in inspect.signature(type(optimized)).parameters.items()}

@@ -50,7 +50,7 @@ class Predictor:
     batch_size: int
     use_gpu: bool | None
     encoding: Encoding = field(default_factory=Encoding)
-    """Categories, and what takes the place of nulls."""
+    """Categories, and the replacements of nulls."""
     added: Added | None = None
     """Columns in Spark ML's manner."""
     function: Any = None
@@ -59,7 +59,7 @@ class Predictor:
     """A pickled `Transformation`, if predictions take one."""
 
     def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
-        """The same predictor, with the types of its output columns.
+        """Returns the same predictor, with the types of its output columns.
 
         Args:
             kinds: one per output: `vector`, or NumPy's name of a number.
@@ -129,7 +129,7 @@ class Predictor:
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
     def inputs(self, batch: pa.RecordBatch) -> list[torch.Tensor]:
-        """The model's inputs, on the CPU, rows first.
+        """Returns the model's inputs, on the CPU, rows first.
 
         Args:
             batch: whose columns go by number.
@@ -153,13 +153,13 @@ class Predictor:
         return features(batch, self.columns, self._names, self.encoding, texts=self.transformation is not None)
 
     def _tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """The tensors of some rows, one at least, after the transformation."""
+        """Returns the tensors of some rows, one at least, after the transformation."""
         import torch
 
         if self._transformation is not None:
             columns = self._transformation.predicted(columns, self._names)
             columns = {name: columns[name] for name in self._names}
-        # Arrow's memory is not torch's to write to: what is not copied yet is copied here.
+        # Torch must not write to Arrow's memory: tensors that are not copied yet are copied here.
         return {name: torch.from_numpy(np.require(values, requirements=("C", "W"))) for name, values in columns.items()}
 
     def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:

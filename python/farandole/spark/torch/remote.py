@@ -90,7 +90,7 @@ class _Trainer:
         self.halt = Halt(job.store)
         self.has_entered = False
         self.told_epoch: int | None = None
-        """The epoch whose beginning callbacks have been told of."""
+        """The epoch whose beginning was passed to callbacks."""
 
     def run(self) -> Trained | None:
         with contextlib.closing(self.halt):
@@ -98,7 +98,7 @@ class _Trainer:
         return self.checkpoints.result(self._checkpoint, self.history)
 
     def _train(self) -> None:
-        """Trains from what was reached to the end, in one world."""
+        """Trains from the progress so far to the end, in one world."""
         self._enter()
         train_source, val_source, module = sources(
             self.job,
@@ -116,7 +116,7 @@ class _Trainer:
         self.callbacks.call("on_train_end")
 
     def _enter(self) -> None:
-        """Takes what was reached into this process, in a world that may be another one than before."""
+        """Loads the progress so far into this process, in a world that may differ from the one before."""
         agree_on_device(self.device)
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
@@ -233,7 +233,7 @@ class _Trainer:
         self.course.reaches(**reached(), scores=scores.everywhere())
 
     def _may_commit(self, source: Batched, step: int) -> bool:
-        """Whether the state may be committed after this step: no gradients wait, and the interval has passed."""
+        """Returns whether the state may be committed after this step: no gradients wait and the interval is over."""
         is_due = self.course.moves and source.keeps_place and step % (self.loop.backward_passes * EVERY) == 0
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
@@ -276,7 +276,7 @@ class _Trainer:
         return scores.everywhere()
 
     def _is_over(self) -> bool:
-        """Whether the run ends before its last epoch; the answer is the same on every rank."""
+        """Returns whether the run ends before its last epoch; the answer is the same on every rank."""
         if self.over is not None or self._has_enough_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
@@ -289,7 +289,7 @@ class _Trainer:
         return stopping > 0
 
     def _is_cut(self) -> bool:
-        """Whether the run ends here, within an epoch."""
+        """Returns whether the run ends here, within an epoch."""
         if self._has_enough_steps():
             self.over = "max_steps"
         elif self.loop.max_time is not None:
@@ -333,7 +333,7 @@ class _Trainer:
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
 
     def _rows(self, source: Batched, place: Place) -> int:
-        """Rows of all processes in the epoch so far; a data module does not tell."""
+        """Returns the rows of all processes in the epoch so far; a data module does not tell."""
         return place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
 
     def _steps(self, source: Batched, asked: int | None) -> int:

@@ -74,7 +74,7 @@ class MeetingServer:
     Args:
         dispatchers: How many there will be.
         workers_per_dispatcher: How many workers each will have.
-        key: Proves who belongs here; a new one by default.
+        key: Proves membership; a new one by default.
     """
 
     def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None) -> None:
@@ -286,7 +286,7 @@ class MeetingClient:
         return told
 
     def _connect(self) -> socket.socket:
-        """A connection to the first address that takes one; that is tried first from then on."""
+        """Returns a connection to the first address that takes one; that is tried first from then on."""
         failure: Exception | None = None
         for index, (host, port) in enumerate(self._addresses):
             try:
@@ -330,7 +330,7 @@ def _say(line: socket.socket, message: bytes, until: float) -> None:
 
 
 def _whole(line: socket.socket, least: int, until: float) -> bytes:
-    """A message with its length, of at least so many bytes."""
+    """Returns a message with its length, of at least so many bytes."""
     (length,) = struct.unpack("!I", _exactly(line, 4, until))
     if not least <= length <= LARGEST:
         raise OSError(f"a message of {length} bytes")

@@ -80,7 +80,7 @@ class TfDataServiceConfig:
         workers_per_dispatcher: How many.
         dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when trainers' do.
         addresses: Where the service may be asked, as host and port.
-        key: Proves who belongs to it: keep it secret.
+        key: Proves membership: keep it secret.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see the module.
 
@@ -111,7 +111,7 @@ class TfDataServiceConfig:
         require_consent(self.open_to_the_network)
 
     def compute_client(self, verbose: int = 1) -> MeetingClient:
-        """A client of the service.
+        """Returns a client of the service.
 
         Args:
             verbose: Accepted for compatibility with Horovod.
@@ -120,12 +120,12 @@ class TfDataServiceConfig:
         return MeetingClient(self.addresses, self.key, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, texts and lists; the key in hexadecimal."""
+        """Returns numbers, texts and lists; the key is in hexadecimal."""
         return {**dataclasses.asdict(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: dict[str, Any]) -> TfDataServiceConfig:
-        """The inverse of `to_dict`."""
+        """Inverts `to_dict`."""
         return TfDataServiceConfig(**{**config, "key": bytes.fromhex(config["key"])})
 
     def write(self, filename: str) -> None:
@@ -239,7 +239,7 @@ _jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
     """Name of a pass that trainers share, the same on all of them: one for every dataset, and way to share it.
 
-    tf.data's service asks for a name, and gives who comes with one that it knows what it was first given for.
+    tf.data's service asks for a name. A later caller with a known name gets the job of the first caller.
     """
     shared = _jobs.setdefault(key, [])
     mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
@@ -257,10 +257,10 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """Has a dataset computed by the service; also a method of `tf.data.Dataset`.
+    """Lets the service compute a dataset; also a method of `tf.data.Dataset`.
 
     Args:
-        dataset: What is computed: what comes after this call stays here.
+        dataset: The part to compute there; transformations after this call stay here.
         compute_config: Of the service, whose dispatchers must be on the compute side.
         rank: Of this trainer.
         size: Number of trainers; needed for `round_robin`.

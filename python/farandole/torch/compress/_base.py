@@ -100,7 +100,7 @@ class VectorCompressor(Compressor):
         self._residuals: dict[str, torch.Tensor] = {}
 
     def rounds(self, size: int) -> int:
-        """Number of operations of a reduction."""
+        """Returns the number of operations of a reduction."""
         return 2 if self._parts(size) > 1 else 1
 
     def _parts(self, size: int) -> int:
@@ -161,7 +161,7 @@ class VectorCompressor(Compressor):
 
 
 def _join(gradients: Named, multiple: int) -> tuple[torch.Tensor, list[int]]:
-    """All gradients end to end as float32, padded by zeros to a multiple, and where each begins."""
+    """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each begins."""
     starts, end = [], 0
     for _, gradient in gradients:
         starts.append(end)

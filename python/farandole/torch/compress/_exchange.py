@@ -28,7 +28,7 @@ class Waiting:
     Args:
         wait: Waits for it and returns its result.
         future: Returns a future that completes with the operation, if possible.
-        result: The result, for those who waited for the future.
+        result: The result, for the waiters of the future.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Exchange(ABC):
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that tensor.
 
         Args:
-            tensor: What is summed.
+            tensor: The tensor to sum.
             rounds: Whether partial sums of 16-bit floats may be rounded between hosts.
         """
 

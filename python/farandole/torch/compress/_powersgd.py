@@ -55,7 +55,7 @@ class PowerSGD(Compressor):
         rights = {name: self._right(name, matrix) for name, matrix in matrices.items()}
         lefts = [matrix @ rights[name] for name, matrix in matrices.items()]
         plain = [gradient.reshape(-1).float() for _, gradient in others]
-        # One operation for all: the left factors, and what is not compressed.
+        # One operation for all: the left factors, and the tensors that are not compressed.
         total = yield exchange.allreduce(torch.cat([part.reshape(-1) for part in (*lefts, *plain)]))
         parts = iter(total.split([part.numel() for part in (*lefts, *plain)]))
         orthogonal = [_orthogonalise(next(parts).view_as(left)) for left in lefts]
@@ -76,7 +76,7 @@ class PowerSGD(Compressor):
         return [results[name] for name, _ in gradients]
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        """Whether the factors are much smaller than the matrix."""
+        """Returns whether the factors are much smaller than the matrix."""
         if gradient.dim() < 2 or gradient.numel() == 0:  # noqa: PLR2004 - a matrix has two
             return False
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
@@ -105,7 +105,7 @@ class PowerSGD(Compressor):
 
 
 def _orthogonalise(columns: torch.Tensor) -> torch.Tensor:
-    """Makes columns orthonormal, each by what the ones before leave of it; what is left of dependent ones is zero."""
+    """Makes columns orthonormal in order, each minus its projections on earlier ones; dependent ones become zero."""
     columns = columns.clone()
     for i in range(columns.shape[1]):
         column = columns[:, i]

@@ -34,7 +34,7 @@ class _Coded(VectorCompressor):
         self._codec = codec(setting)
 
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The payload of a flat vector: bytes on the host."""
+        """Returns the payload of a flat vector: bytes on the host."""
         count = vector.numel()
         payload = torch.empty(self._codec.payload_bytes(count), dtype=torch.uint8)
         source, left = vector.cpu(), None if residual is None else residual.cpu()
@@ -75,7 +75,7 @@ class TopK(_Coded):
 
     Args:
         share: The share of numbers that is sent, 8 bytes each.
-        error_feedback: Whether what was not sent is added to the next gradient.
+        error_feedback: Whether the loss of a payload is added to the next gradient.
     """
 
     splits = False

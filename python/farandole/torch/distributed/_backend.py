@@ -65,11 +65,11 @@ class FarandoleBackend(Backend):
     # torch's interface of a backend.
 
     def name(self) -> str:
-        """The backend's name."""
+        """Returns the backend's name."""
         return "farandole"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The backend's name, as C++ asks for it."""
+        """Returns the backend's name, as C++ asks for it."""
         return "farandole"
 
     @property
@@ -126,7 +126,7 @@ class FarandoleBackend(Backend):
         return self._reduce_into(tensors[0], tensors[0], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """As `allreduce`, for several tensors as one unit."""
+        """Like `allreduce`, for several tensors as one unit."""
         op = reduction(opts.reduceOp)
         data = [numbers(tensor) for tensor in tensors]
         base = self._next_name()
@@ -144,7 +144,7 @@ class FarandoleBackend(Backend):
         return self._work(submission, data, finish, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """As `allreduce`, but overwrites the root's tensor only."""
+        """Like `allreduce`, but overwrites the root's tensor only."""
         (tensor,) = tensors
         return self._reduce_into(tensor if opts.rootRank == self._rank else None, tensor, opts)
 
@@ -187,7 +187,7 @@ class FarandoleBackend(Backend):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `reduce_scatter_single`, for several pairs of tensors as one unit."""
+        """Like `reduce_scatter_single`, for several pairs of tensors as one unit."""
         op = self._scatterable(opts)
         data = [self._rows(numbers(source).reshape(-1), out) for source, out in zip(inputs, outputs, strict=True)]
         results = [torch.empty(part.shape[1:], dtype=part.dtype) for part in data]
@@ -249,7 +249,7 @@ class FarandoleBackend(Backend):
         return self._work(submission, data, lambda _: put(output, data[self._rank]), [output])
 
     def _rows(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """A flat input as one row per member."""
+        """Returns a flat input as one row per member."""
         if source.numel() != output.numel() * self._size:
             raise ValueError(
                 f"reduce_scatter needs {self._size} times as many elements as it returns: {source.numel()} for "
@@ -301,11 +301,11 @@ class FarandoleBackend(Backend):
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
+        """Like `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
         return self._gather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
-        """As `all_gather_single`, for several tensors as one unit."""
+        """Like `all_gather_single`, for several tensors as one unit."""
         return self._gather([[output] for output in outputs], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -391,7 +391,7 @@ class FarandoleBackend(Backend):
         expected: list[int] | None,
         opts: Any,
     ) -> FarandoleWork:
-        """An all-to-all of flat elements into one tensor or one per member."""
+        """Returns an all-to-all of flat elements into one tensor or one per member."""
         name = self._next_name()
         described = (DTYPES[data.dtype], data.shape, data.data_ptr(), sends, self._set, not opts.asyncOp)
         submission = (engine.alltoall, name, *described)
@@ -399,7 +399,7 @@ class FarandoleBackend(Backend):
         def finish(outcomes: list[Any]) -> None:
             whole, rows = received(outcomes[0], data.dtype)
             if expected is not None and rows != expected:
-                raise ValueError(f"elements received from each rank differ from what was expected: {rows}, {expected}")
+                raise ValueError(f"elements received from each rank differ: expected {expected}, received {rows}")
             if len(targets) == self._size > 1:
                 put_parts(targets, whole, rows)
             elif targets:

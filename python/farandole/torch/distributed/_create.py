@@ -32,7 +32,8 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
                 f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is rank {ours[0]} of "
                 f"{ours[1]}: start it with farandole run, or pass init_method='farandole://'"
             )
-        # A group that is bound to a device is one torch splits others from, which tells those who are no members.
+        # If a group is bound to a device, torch splits other groups from it, and calls the processes that are no
+        # members, too.
         options.process_group.bound_device_id = torch.device("cpu", 0)
         return FarandoleBackend(*ours, global_process_set, options.group_id)
     ranks = list(options.global_ranks_in_group)
@@ -48,7 +49,7 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
 
 
 def _reconfigurable(options: Any) -> ReconfigurableGroup:
-    """A group that gets its members by `reconfigure`.
+    """Returns a group that gets its members by `reconfigure`.
 
     Raises:
         ValueError: It is no default group, or its store is of one world.

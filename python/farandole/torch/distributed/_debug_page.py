@@ -29,24 +29,24 @@ class RanksHandler(DebugHandler):
     """The page, and its text for periodic dumps."""
 
     def routes(self) -> list[Route]:
-        """The page's path."""
+        """Returns the page's path."""
         return [Route(f"/{ENDPOINT}", self._page)]
 
     def nav_links(self) -> list[NavLink]:
-        """The link to the page."""
+        """Returns the link to the page."""
         return [NavLink(f"/{ENDPOINT}", "Farandole Ranks")]
 
     def templates(self) -> dict[str, str]:
-        """The page's template."""
+        """Returns the page's template."""
         return {"farandole.html": _TEMPLATE}
 
     def dump(self) -> str | None:
-        """The answers of all ranks, one on each line."""
+        """Returns the answers of all ranks, one on each line."""
         _, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
         return "\n".join(answer.text for answer in answers)
 
     def dump_filename(self) -> str:
-        """The beginning of the names of dumps."""
+        """Returns the beginning of the names of dumps."""
         return ENDPOINT
 
     def _page(self, request: Any) -> bytes:

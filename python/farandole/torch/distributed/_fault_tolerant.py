@@ -42,10 +42,10 @@ from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.notices import heed, is_elastic
 from farandole.common.util import Average
-from farandole.torch._comparison import described_line, equal_and_others
 from farandole.torch._device import spot
 from farandole.torch._handles import DTYPES, table, usable
 from farandole.torch._reduce import Reduction
+from farandole.torch._state_comparison import described_line, equal_and_others
 from farandole.torch._state_transfer import Roles, move
 from farandole.torch._tolerant import Tolerance, claim
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
@@ -120,7 +120,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         return self._tolerance.steps
 
     def share(self, **objects: Any) -> None:
-        """Has objects such as a schedule of learning rates go to ranks that join later.
+        """Sends objects such as a schedule of learning rates to ranks that join later.
 
         On such a rank each object takes its state in this call.
 
@@ -156,7 +156,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
 
 
 class _GradientTolerance(Tolerance):
-    """As `Tolerance`, but a rank that is behind gets the results of a reduction, not the state after the step.
+    """Like `Tolerance`, but a rank that is behind gets the results of a reduction, not the state after the step.
 
     Args:
         optimizer: As for `Tolerance`.
@@ -258,7 +258,7 @@ class _Piece:
         self._handles: list[int] = []
 
     def start(self) -> None:
-        """Starts what was not started.
+        """Starts the remaining reductions.
 
         Raises:
             FarandoleInternalError: When the world is broken already.
@@ -273,7 +273,7 @@ class _Piece:
             self._handles.append(table.submit(keep, len, engine.allreduce, *described, *arguments))
 
     def land(self) -> None:
-        """Waits for what was started.
+        """Waits for the started reductions.
 
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
@@ -288,11 +288,11 @@ class _Piece:
             raise failure
 
     def rewind(self) -> None:
-        """Has the reduction start from the gradients of this rank again."""
+        """Starts the reduction from the gradients of this rank again."""
         self._handles = []
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The reduced gradients, flat, by the names of their parameters."""
+        """Returns the reduced gradients, flat, by the names of their parameters."""
         return {name: self.memory[start : start + count] for name, start, count in self._parts}
 
     def take(self, results: dict[str, torch.Tensor]) -> None:
@@ -396,7 +396,7 @@ class _AloneBackend(Backend):
     """Collectives of this process alone, as far as DDP uses them."""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The backend's name."""
+        """Returns the backend's name."""
         return "farandole"
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Done:

@@ -28,7 +28,7 @@ basics.on_init(_reset)
 
 
 def join_world() -> None:
-    """Has the session begin, with sets that can be registered any time, unless it has already."""
+    """Starts the session, with sets that can be registered any time, unless it has started already."""
     if not basics.is_initialized():
         basics.init(process_sets="dynamic")
 
@@ -43,7 +43,7 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
         The set of `ranks`.
 
     Raises:
-        ValueError: When ranks disagree about who is in which set.
+        ValueError: If ranks disagree about the members of the sets.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     wishes: list[list[int] | None] = allgather_plain(ranks, "distributed.group")

@@ -70,12 +70,12 @@ class Handle:
     host: str
 
     def __str__(self) -> str:
-        """As torch hands it on."""
+        """Returns the text that torch passes on."""
         return f"{_NAME}:{self.uuid}:{self.rank}:{self.instance}:{self.host}"
 
     @staticmethod
     def parse(text: str) -> Handle:
-        """The inverse of `str`.
+        """Inverts `str`.
 
         Raises:
             FarandoleUsageError: It is no handle of this backend.
@@ -92,7 +92,7 @@ class Handle:
 
 
 def ordered(handles: Iterable[str]) -> list[str]:
-    """The members by rank: the order of a list; for a set, old members first, by their ranks.
+    """Returns the members by rank: the order of a list; for a set, old members first, by their ranks.
 
     Raises:
         FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.
@@ -112,11 +112,11 @@ class ReconfigurableBackend(FarandoleBackend):
     """A group that has no world before its first `reconfigure`, and another one after each.
 
     Args:
-        rank: As torch was told.
-        size: As torch was told.
+        rank: As given to torch.
+        size: As given to torch.
         name: Keeps the names of this group's operations apart.
         store: Carries tickets; every member reaches it, whatever the world.
-        timeout: How long `reconfigure` waits for the other members, unless it is told.
+        timeout: Limit of `reconfigure` for the wait for other members, unless the call gives one.
     """
 
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta) -> None:
@@ -130,11 +130,11 @@ class ReconfigurableBackend(FarandoleBackend):
         self._change = threading.Lock()
 
     def rank(self) -> int:
-        """This process's rank in the present world; before the first one, as torch was told."""
+        """This process's rank in the present world; before the first one, the one given to torch."""
         return self._rank
 
     def size(self) -> int:
-        """The size of the present world; before the first one, as torch was told."""
+        """Returns the size of the present world; before the first one, the one given to torch."""
         return self._size
 
     @property
@@ -172,7 +172,7 @@ class ReconfigurableBackend(FarandoleBackend):
                 ticket = meeting.hold()
             else:
                 ticket = meeting.ticket()
-            # Those who are in one world leave it together: each waits a moment for the others to say so.
+            # The members of one world leave it together: each waits a moment for the others' announcement.
             self._leave()
             basics.take_place(ticket, rank)
             with _start_timeout(deadline - time.monotonic()):
@@ -211,7 +211,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
     def __init__(self, backend: ReconfigurableBackend) -> None:
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
-        # A group that is bound to a device is one torch splits others from, which tells those who are no members.
+        # If a group is bound to a device, torch splits other groups from it, and calls the processes that are no
+        # members, too.
         self.bound_device_id = torch.device("cpu", 0)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(kind)
@@ -223,7 +224,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self._backend.rank()
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """The size of the present world."""
+        """Returns the size of the present world."""
         return self._backend.size()
 
     @property
@@ -232,11 +233,11 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self._backend.supports_reconfigure
 
     def get_reconfigure_handle(self) -> str:
-        """As `ReconfigurableBackend.get_reconfigure_handle`."""
+        """Like `ReconfigurableBackend.get_reconfigure_handle`."""
         return self._backend.get_reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> Work:
-        """As `ReconfigurableBackend.reconfigure`."""
+        """Like `ReconfigurableBackend.reconfigure`."""
         return self._backend.reconfigure(opts)
 
 
@@ -316,7 +317,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def _start_timeout(seconds: float) -> Iterator[None]:
-    """Has the session wait for so long while it forms."""
+    """Sets the session's limit for forming a world."""
     name = "FARANDOLE_START_TIMEOUT"
     before = os.environ.get(name)
     os.environ[name] = f"{max(seconds, 0.001):.3f}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(minutes=5)
 _stores: list[Store] = []
-"""Those of this session. Torch keeps the part that is in C++ alone, which calls the part that is in Python."""
+"""Stores of this session. Torch itself keeps only the C++ object, which calls the Python object."""
 basics.on_init(_stores.clear)
 
 
@@ -58,7 +58,7 @@ def _by_environment(torchs: Rendezvous) -> Rendezvous:
 
 
 def _is_of_this_world(url: str) -> bool:
-    """Whether torch's rank and world size are those with which this process was started."""
+    """Returns whether torch's rank and world size are those with which this process was started."""
     if "FARANDOLE_TASK" not in os.environ:
         return False
     asked = parse_qs(urlparse(url).query)
@@ -72,7 +72,7 @@ def _is_of_this_world(url: str) -> bool:
 
 
 def _store(timeout: timedelta) -> Store:
-    """A store of all ranks, in which no earlier one has left anything."""
+    """Returns a store of all ranks, in which no earlier one has left anything."""
     if basics.size() == 1:
         return HashStore()
     if is_elastic():

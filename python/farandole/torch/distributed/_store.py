@@ -92,7 +92,7 @@ class RegistrarStore(Store):
         return there[0]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all the keys have values."""
+        """Returns whether all the keys have values."""
         return all(self._look(_text(key)) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -106,20 +106,20 @@ class RegistrarStore(Store):
             self._wait(_text(key), timedelta(seconds=max(0.0, end - time.monotonic())))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """As `get`, of several keys."""
+        """Like `get`, of several keys."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """As `set`, of several keys."""
+        """Like `set`, of several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Whether the store has `append`, `multi_get` and `multi_set`."""
+        """Returns whether the store has `append`, `multi_get` and `multi_set`."""
         return True
 
     def num_keys(self) -> int:
-        """Not to be asked.
+        """Raises an error: keys cannot be counted.
 
         Raises:
             NotImplementedError: the registrar does not count keys.
@@ -159,7 +159,7 @@ class RegistrarStore(Store):
         return value
 
     def _look(self, key: str) -> bytes | None:
-        """The value of a key now."""
+        """Returns the value of a key now."""
         number, value = self._known(key)
         while (entry := values.find(self._entry(key, number), 0)) is not None:
             value = self._note(key, number, entry)

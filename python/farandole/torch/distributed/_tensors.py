@@ -25,7 +25,7 @@ _REDUCTIONS = {
 
 
 def reduction(op: Any) -> int:
-    """The engine's number of a reduction.
+    """Returns the engine's number of a reduction.
 
     Raises:
         ValueError: When the engine has none.
@@ -52,7 +52,7 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """As `host`, of a dtype the engine can reduce.
+    """Like `host`, of a dtype the engine can reduce.
 
     Raises:
         ValueError: When it is sparse, or the engine has no dtype for it.
@@ -63,7 +63,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """As `host`, in one dimension; as bytes when the engine does not know the dtype."""
+    """Like `host`, in one dimension; as bytes when the engine does not know the dtype."""
     data = host(tensor).reshape(-1)
     return data if data.dtype in DTYPES else data.view(torch.uint8)
 
@@ -74,7 +74,7 @@ def width(tensor: torch.Tensor) -> int:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All tensors' elements end to end, as `flat`."""
+    """Returns all tensors' elements end to end, as `flat`."""
     if len(tensors) == 1:
         return flat(tensors[0])
     return torch.cat([flat(tensor) for tensor in tensors])
@@ -102,7 +102,7 @@ def put_parts(targets: Sequence[torch.Tensor], whole: torch.Tensor, rows: Sequen
 
 
 def received(outcome: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-    """The flat tensor in memory the engine has filled, and the elements every member gave."""
+    """Returns the flat tensor in memory the engine has filled, and the elements every member gave."""
     rows: list[int] = outcome.rows if outcome is not None else []
     if outcome is None or len(outcome) == 0:
         return torch.empty(0, dtype=dtype), rows

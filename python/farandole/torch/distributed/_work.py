@@ -24,7 +24,7 @@ table = HandleTable("distributed")
 
 _NO_LIMIT = timedelta(0)
 _watched: weakref.WeakKeyDictionary[Pending, tuple[str, float]] | None = None
-"""Names of operations and when they were started; `None` unless somebody wants to see them."""
+"""Names of operations and their start times; `None` unless requested."""
 
 
 class Pending:
@@ -46,7 +46,7 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has finished, whoever waits for it."""
+        """Whether the engine has finished, with or without a waiter."""
         try:
             return self.done or table.poll(self._handle)
         except ValueError:  # somebody has waited meanwhile
@@ -82,15 +82,15 @@ def under_way() -> list[dict[str, Any]]:
 
 
 def _name(submission: tuple[Any, ...]) -> str:
-    """The operation's name; that of its first member if it is a group."""
+    """Returns the operation's name; that of its first member if it is a group."""
     named = submission[1]
     return named if isinstance(named, str) else str(named[0][0])
 
 
 class Completer:
-    """Completes operations of one group in the background, for those who hold a future.
+    """Completes operations of one group in the background, for the holders of futures.
 
-    One per group: members of a group start its operations in one order, so waiting in this order blocks nobody.
+    One per group: members of a group start its operations in one order, so waiting in this order blocks no operation.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Completer:
 
 
 def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> Any:
-    """A future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
+    """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must be an error there.
 
     Setting an exception from Python would be a plain value to C++. What a callback raises is an error to both, though
     a `RuntimeError` with the text of the original.
@@ -153,7 +153,7 @@ class FarandoleWork(Work):
     Args:
         pending: The operation.
         outputs: The tensors it writes, which a future holds.
-        completer: Completes it for those who ask for a future.
+        completer: Completes it for callers that ask for a future.
     """
 
     def __init__(self, pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> None:
@@ -182,7 +182,7 @@ class FarandoleWork(Work):
         return True
 
     def get_future(self) -> Any:
-        """A future of the tensors the operation writes."""
+        """Returns a future of the tensors the operation writes."""
         return promise(self._pending, self._outputs, self._completer)
 
 
@@ -195,7 +195,7 @@ class Done(Work):
         return True
 
     def get_future(self) -> Any:
-        """A future that is done."""
+        """Returns a future that is done."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([])
         return future

@@ -7,15 +7,16 @@ Torch's debug server shows stack traces, profiles and more of all ranks on one w
 the page "Farandole Ranks": host, process, GPU, world and process sets of each rank, and the operations of the backend
 `"farandole"` that it has started and that are not over.
 
-The server, the store and a port on each rank accept connections from any host, without a password. Torch says: only in
-trusted networks. It needs the packages `jinja2`, `tabulate`, and `aiohttp` or `requests`.
+Torch opens the server, the store and a port on each rank to all hosts, without a password, also in a job of one host.
+Who reaches them can read stacks and start profiles. So the server starts only with `open_to_the_network=True`, which
+confirms that no one else can reach the ports. It needs the packages `jinja2`, `tabulate`, and `aiohttp` or `requests`.
 
 Example:
     import torch.distributed as dist
     from farandole.torch.distributed import debug
 
     dist.init_process_group("farandole")
-    debug.start_debug_server(port=25999)  # all ranks; the page is on the host of rank 0
+    debug.start_debug_server(port=25999, open_to_the_network=True)  # all ranks; the page is on the host of rank 0
 """
 
 from __future__ import annotations
@@ -50,18 +51,31 @@ _stores: list[Any] = []
 """The store of the server that runs, on rank 0."""
 
 
-def start_debug_server(port: int = 25999, handlers: Sequence[Any] | None = None, **options: Any) -> None:
+def start_debug_server(
+    port: int = 25999,
+    handlers: Sequence[Any] | None = None,
+    *,
+    open_to_the_network: bool = False,
+    **options: Any,
+) -> None:
     """Starts torch's debug server for the ranks of this world. All ranks call it.
 
     Args:
         port: Of the pages, on the host of rank 0.
         handlers: Pages besides the one of Farandole; default: those of torch.
+        open_to_the_network: Consent to ports without a password on all addresses; see the module.
         **options: Other arguments of `torch.distributed.debug.start_debug_server`, such as `dump_dir`.
 
     Raises:
+        ValueError: Without consent.
         ImportError: This torch has no such server, or a package that it needs is missing.
         AssertionError: The server runs.
     """
+    if not open_to_the_network:
+        raise ValueError(
+            "torch's debug server opens ports on all addresses of each host, without a password: whoever can connect "
+            "can read stacks and start profiles. If no one else can reach these ports, say so: open_to_the_network=True"
+        )
     pages = _pages(handlers)  # on all ranks, so that a missing package ends none of them in a wait for rank 0
     from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
@@ -88,7 +102,7 @@ def stop_debug_server() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """The facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
+    """Returns the facts of this rank for its page. It uses no collective, so a rank also answers when the job hangs."""
     world = engine.world()
     return {
         "rank": world.rank,
@@ -114,7 +128,7 @@ def _answer(_: Any, response: Any) -> None:
 
 
 def _pages(handlers: Sequence[Any] | None) -> list[Any]:
-    """The pages of the server, ours last.
+    """Returns the pages of the server, ours last.
 
     Raises:
         ImportError: As `start_debug_server`.

@@ -19,7 +19,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _is_plain(value: torch.Tensor, room: torch.Tensor) -> bool:
-    """Whether the elements of both are the same bytes in the same order, in the memory of this process."""
+    """Returns whether the elements of both are the same bytes in the same order, in the memory of this process."""
     return value.device.type == "cpu" and value.is_contiguous() and room.is_contiguous()
 
 
@@ -30,7 +30,7 @@ class Now:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
-        """Whether `make` copies a tensor. Where torch uses several threads, its own copy is faster.
+        """Returns whether `make` copies a tensor. Where torch uses several threads, its own copy is faster.
 
         Args:
             value: The tensor.
@@ -86,7 +86,7 @@ class Later:
         self._pairs = []
 
     def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
-        """Whether a tensor is copied later; then it will be.
+        """Returns whether a tensor is copied later; then it will be.
 
         Args:
             value: The tensor.
@@ -98,7 +98,7 @@ class Later:
         return True
 
     def start(self) -> None:
-        """Has the other thread begin."""
+        """Starts the other thread."""
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return
@@ -111,7 +111,7 @@ class Later:
         """Waits for the copies.
 
         Raises:
-            RuntimeError: Something else than an optimizer's step has changed what was being copied.
+            RuntimeError: Something other than an optimizer's step has changed a tensor while it was copied.
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None:
@@ -137,7 +137,7 @@ class Later:
 
 
 def copied(value: Any, room: Any, later: Later | None = None) -> Any:
-    """A copy of nested mappings, lists and tuples of tensors and other values.
+    """Returns a copy of nested mappings, lists and tuples of tensors and other values.
 
     Args:
         value: What to copy.

@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, from which another sampler can continue."""
+        """Returns the position, from which another sampler can continue."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:

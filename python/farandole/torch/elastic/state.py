@@ -22,7 +22,7 @@ class StateHandler:
     """Keeps, restores and spreads one attribute of a `TorchState`.
 
     Args:
-        value: What is handled.
+        value: The object to handle.
     """
 
     def __init__(self, value: Any) -> None:
@@ -47,7 +47,7 @@ class StateHandler:
 
 
 class _DictHandler(StateHandler):
-    """Handles what has a `state_dict`."""
+    """Handles objects with a `state_dict`."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -69,7 +69,7 @@ class _DictHandler(StateHandler):
         self._saved, self._spare = taken, self._saved
 
     def lend(self) -> Any:
-        """The copy that was kept last; it does not change before `take_back`."""
+        """Returns the copy that was kept last; it does not change before `take_back`."""
         self._lent = self._saved
         return self._lent
 
@@ -126,7 +126,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """The types that are handled, and their handlers; the first that fits counts."""
+    """Returns the types that are handled, and their handlers; the first that fits counts."""
     return _registry
 
 
@@ -191,7 +191,7 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def _follow(self) -> None:
-        """Has the optimizers that there are now wait for copies."""
+        """Lets the present optimizers wait for copies."""
         if self._later is not None:
             values = [handler.value for handler in self._handlers.values()]
             self._later.follow([one for one in values if isinstance(one, torch.optim.Optimizer)])
@@ -285,7 +285,7 @@ def _packed(content: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be loaded without running code."""
+    """Returns whether a value can be loaded without running code."""
     try:
         torch.load(io.BytesIO(_packed(value)), weights_only=True)
     except Exception:  # noqa: BLE001 - of pickle, or of what is pickled

@@ -7,7 +7,7 @@ use super::super::hosts::Hosts;
 use super::super::program::{Builder, Load, Program};
 use super::{Step, plan};
 
-/// The steps of a member. One step of the plan begins when the one before is over.
+/// Returns the steps of a member. One step of the plan begins when the one before is over.
 pub(in super::super) fn program(hosts: &Hosts, member: usize, bytes: usize, width: usize) -> Program {
     let mut builder = Builder::new(hosts.sizes().iter().sum());
     let host = hosts.of(member);

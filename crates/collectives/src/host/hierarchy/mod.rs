@@ -10,9 +10,9 @@
 //! members on each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of 16-bit
 //! floats take twice their bytes on the way to the owner, unless the reduction rounds them) and `2 * (L - 1) / L * N` within its own.
 //!
-//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first what is early for chunk `t`,
-//! then what is late for chunk `t - A`, where empty ones are left out. `A` is smaller between hosts than within them
-//! ([`Schedule::ahead`]).
+//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the early message for
+//! chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A` is smaller between hosts than within
+//! them ([`Schedule::ahead`]).
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t            late(t): the result, if r carries t
@@ -22,17 +22,18 @@
 //! So a result goes to other hosts after partials up to `A` (between) chunks later, which need inputs that come after
 //! results of `A` (within) chunks before those. The difference of both is how many chunks are between hosts at once.
 //!
-//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in one;
-//! then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts, after
-//! they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps. Suppose
-//! nobody can move, and consider the first step that is not over. All messages of earlier steps have been read, so its
-//! messages are the first on their links, and the rings have room for some of them. If the step sends results, they were
-//! made or have arrived, so the sender can write, and the receiver can store what arrives. If it is a reduction, let `b`
-//! be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence joined by all carriers and
-//! no longer in rings. All carriers come to `b` next, and have the inputs, as these are the first on their links. They
-//! can write the partial: the ring to the owner has room, and of the own store at least one slot is free. Then the owner
-//! has all partials of `b`. So somebody can move, however small rings are. [`Schedule`] cuts chunks so that they are
-//! large enough for partials of several chunks. Earlier and later operations change nothing: see `pipeline`.
+//! **No deadlock.** For each `t` in order, let there be these steps: the inputs, partials and reduction of `t` in
+//! one; then the results of `t - A` (between) go between hosts; then the results of `t - A` (within) go within hosts,
+//! after they went between them, as that `A` is not smaller. Every link has its messages in the order of these steps.
+//! Suppose no member can move, and consider the first step that is not over. All messages of earlier steps have been
+//! read, so its messages are the first on their links, and the rings have room for some of them. If the step sends
+//! results, they were made or have arrived, so the sender can write, and the receiver can store what arrives. If it
+//! is a reduction, let `b` be the first byte of the chunk that is not reduced. The bytes before it are reduced, hence
+//! joined by all carriers and no longer in rings. All carriers come to `b` next, and have the inputs, as these are
+//! the first on their links. They can write the partial: the ring to the owner has room, and of the own store at
+//! least one slot is free. Then the owner has all partials of `b`. So some member can move, however small rings are.
+//! [`Schedule`] cuts chunks so that they are large enough for partials of several chunks. Earlier and later
+//! operations change nothing: see `pipeline`.
 
 pub(super) mod program;
 mod schedule;
@@ -55,7 +56,7 @@ use schedule::{Course, Position, Schedule};
 /// Bytes of elements worked on at a time: they are still in the cache when they are written on.
 const BLOCK: usize = 16 << 10;
 
-/// How far something has come through the chunks that this member carries.
+/// Progress of something through the chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
     chunk: usize,
@@ -72,7 +73,8 @@ pub(super) struct Route {
     back: Course,
 }
 
-/// The links over which something goes: among equally full hosts those within the host, and one to each other host.
+/// Returns the links over which something goes: among equally full hosts those within the host, and one to each other
+/// host.
 fn routes(peers: &Peers) -> Arc<[Route]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of(link));
@@ -85,7 +87,7 @@ fn routes(peers: &Peers) -> Arc<[Route]> {
         .collect()
 }
 
-/// Where one operation is on a route.
+/// State of one operation on a route.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
     writing: Position,
@@ -170,7 +172,7 @@ impl Hierarchy {
         })
     }
 
-    /// The route to the carrier of a chunk in another host.
+    /// Returns the route to the carrier of a chunk in another host.
     fn route_to(&self, peers: &Peers, host: usize, chunk: usize) -> usize {
         let link = peers.link_to(peers.hosts.carrier(host, chunk));
         self.routes.partition_point(|route| route.link < link)
@@ -441,7 +443,8 @@ impl Hierarchy {
     }
 }
 
-/// Bytes of the window that belong to this message and are whole units, or its end. Twice: without padding and with it.
+/// Returns the bytes of the window that belong to this message and are whole units, or its end. Twice: without padding
+/// and with it.
 pub(super) fn arrived(link: &mut Link, message: &Message, unit: usize) -> Result<(usize, usize)> {
     let left = message.left();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
@@ -485,7 +488,7 @@ pub(super) fn join_blocks(
 impl Job for Hierarchy {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let mut any = false;
-        // Everybody begins with its successor, so that no one's ring is everybody's first.
+        // Every member begins with its successor, so that members do not all start with the same ring.
         let first = self.routes.partition_point(|route| route.link < self.member);
         for index in (first..self.near.end).chain(self.near.start..first) {
             any |= self.post(index, &mut peers.links[self.routes[index].link])?;

@@ -20,13 +20,13 @@ struct Writer<'a> {
     folded: bool,
 }
 
-/// The steps of a member.
+/// Returns the steps of a member.
 pub(in super::super) fn program(schedule: &Schedule, member: usize, width: usize) -> Program {
     let members = schedule.hosts().sizes().iter().sum();
     Writer::new(schedule, member, width, members, false).write()
 }
 
-/// The steps of a member of the first host, for all: see `Plan::folded`.
+/// Returns the steps of a member of the first host, for all: see `Plan::folded`.
 pub(in super::super) fn folded(schedule: &Schedule, member: usize, width: usize) -> Program {
     Writer::new(schedule, member, width, schedule.hosts().largest(), true).write()
 }
@@ -62,13 +62,13 @@ impl<'a> Writer<'a> {
         self.builder.finish()
     }
 
-    /// The other members of this host.
+    /// Returns the other members of this host.
     fn near(&self) -> Vec<usize> {
         let member = self.member;
         self.schedule.hosts().members(self.host).filter(|other| *other != member).collect()
     }
 
-    /// The other hosts, the next one first.
+    /// Returns the other hosts, the next one first.
     fn far(&self) -> Vec<usize> {
         let (host, count) = (self.host, self.schedule.hosts().count());
         (1..count).map(|k| (host + k) % count).collect()

@@ -16,16 +16,15 @@ const LOOKAHEAD: usize = 3;
 const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
-/// Chunks grow with the hosts, so that what goes to each of them stays worth a message.
+/// Chunks grow with the hosts, so that the part for each host stays worth a message.
 const SMALLEST_PART: usize = 16 << 10;
 /// Below, a chunk costs more in messages than it gains in overlap.
 const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
 const OVERLAP: usize = 4;
 
-/// Where in the sequence of messages one direction of a link is. In slot `2 t` is what is early for chunk `t` (an
-/// input, or a partial), in slot `2 t + 1` what is late for chunk `t - ahead` (a result), with the `ahead` of the
-/// [`Course`].
+/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk `t` (an input, or a
+/// partial), slot `2 t + 1` is late for chunk `t - ahead` (a result), with the `ahead` of the [`Course`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Position {
     slot: usize,
@@ -36,7 +35,7 @@ pub(super) struct Position {
 const OVER: usize = usize::MAX;
 
 impl Position {
-    /// Whether there is no further message.
+    /// Returns whether there is no further message.
     pub(super) fn is_over(self) -> bool {
         self.slot == OVER
     }
@@ -50,7 +49,8 @@ struct Turns {
 }
 
 impl Turns {
-    /// The chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such chunk.
+    /// Returns the chunks that are `one` modulo `several` and `other` modulo `many`; none where there is no such
+    /// chunk.
     fn both((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
         // The first is before the least common multiple.
         let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
@@ -58,18 +58,18 @@ impl Turns {
         Some(Self { first, step })
     }
 
-    /// The first of them that is not before `chunk`.
+    /// Returns the first of them that is not before `chunk`.
     fn from(self, chunk: usize) -> usize {
         self.first + chunk.saturating_sub(self.first).div_ceil(self.step) * self.step
     }
 }
 
-/// One direction of a link: whose part of which chunks goes over it. It depends on nothing but who is where.
+/// One direction of a link: whose part of which chunks goes over it. It depends only on the hosts of the members.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Course {
     early: Option<Turns>,
     late: Option<Turns>,
-    /// By how many chunks results come after what is early.
+    /// Number of chunks by which results come after early messages.
     ahead: usize,
     from: usize,
     to: usize,
@@ -93,12 +93,12 @@ impl Course {
         Self { early, late, ahead, from: here, to: there }
     }
 
-    /// Whether nothing ever goes over it.
+    /// Returns whether nothing ever goes over it.
     pub(super) fn is_empty(&self) -> bool {
         self.early.is_none() && self.late.is_none()
     }
 
-    /// Whether the result of a chunk was before this position.
+    /// Returns whether the result of a chunk was before this position.
     pub(super) fn is_past(&self, position: Position, chunk: usize) -> bool {
         position.slot > 2 * (chunk + self.ahead) + 1
     }
@@ -126,7 +126,7 @@ impl Schedule {
         Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk) })
     }
 
-    /// By how many chunks results come after what is early, between hosts and within a host.
+    /// Number of chunks by which results come after early messages, between hosts and within a host.
     pub(super) fn ahead(&self) -> (usize, usize) {
         (ahead_between(&self.hosts), ahead_within(&self.hosts))
     }
@@ -140,7 +140,7 @@ impl Schedule {
         ahead_between(&self.hosts) / self.hosts.members(host).len().max(1) + 2
     }
 
-    /// Bytes of the longest part of a chunk.
+    /// Returns the bytes of the longest part of a chunk.
     pub(super) fn longest_part(&self) -> usize {
         part_for(self.chunk, self.hosts.count())
     }
@@ -149,7 +149,7 @@ impl Schedule {
         &self.hosts
     }
 
-    /// The host that owns what is at `at` of a chunk, and where its part begins and ends.
+    /// Returns the host that owns position `at` of a chunk, and the range of its part.
     pub(super) fn owner(&self, chunk: usize, at: usize) -> Option<(usize, Range<usize>)> {
         let bytes = self.chunk(chunk).1;
         let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());
@@ -164,13 +164,13 @@ impl Schedule {
         Some((host, start..start + len))
     }
 
-    /// Where a chunk begins, and its length.
+    /// Returns the start of a chunk, and its length.
     pub(super) fn chunk(&self, chunk: usize) -> (usize, usize) {
         let start = (chunk * self.chunk).min(self.bytes);
         (start, (self.bytes - start).min(self.chunk))
     }
 
-    /// Where a host's part of a chunk begins in it, and its length.
+    /// Returns the start of a host's part in a chunk, and its length.
     pub(super) fn part(&self, chunk: usize, host: usize) -> (usize, usize) {
         let bytes = self.chunk(chunk).1;
         let (units, hosts) = (bytes.div_ceil(UNIT), self.hosts.count());
@@ -180,7 +180,8 @@ impl Schedule {
         (start(host), start(host + 1) - start(host))
     }
 
-    /// The first position from `slot` on whose message is not empty. Past the last slot the message is finished.
+    /// Returns the first position from `slot` on whose message is not empty. Past the last slot the message is
+    /// finished.
     pub(super) fn seek(&self, slot: usize, course: &Course) -> Position {
         let early = course.early.and_then(|turns| {
             let chunk = self.present(turns.from(slot.div_ceil(2)))?;
@@ -203,17 +204,17 @@ impl Schedule {
         (chunk < self.chunks).then_some(chunk)
     }
 
-    /// The position after this one.
+    /// Returns the position after this one.
     pub(super) fn next(&self, position: Position, course: &Course) -> Position {
         self.seek(position.slot.saturating_add(1), course)
     }
 
-    /// The chunk of which an input or partial is at this position.
+    /// Returns the chunk of which an input or partial is at this position.
     pub(super) fn early_at(&self, position: Position) -> Option<usize> {
         self.early(position.slot)
     }
 
-    /// The chunk of which a result is at this position.
+    /// Returns the chunk of which a result is at this position.
     pub(super) fn late_at(&self, position: Position, course: &Course) -> Option<usize> {
         self.late(position.slot, course)
     }
@@ -250,8 +251,8 @@ fn ahead_within(hosts: &Hosts) -> usize {
     LOOKAHEAD_WITHIN * hosts.largest()
 }
 
-/// Bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do not travel:
-/// a ring need not hold a chunk.
+/// Returns the bytes of a chunk. The rings between hosts hold the partials that are sent ahead. Within a host, bytes do
+/// not travel: a ring need not hold a chunk.
 fn chunk_for(bytes: usize, hosts: &Hosts, expansion: usize, capacity: usize) -> Option<usize> {
     let sizes = hosts.sizes();
     let fewest = sizes.iter().copied().filter(|size| *size > 0).min()?;
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_hold_what_may_lie_in_them_or_it_says_so() {
+    fn rings_hold_all_pending_messages_or_are_refused() {
         for numbers in WORLDS {
             let hosts = Hosts::new(numbers, 0);
             for capacity in [4096, 16 << 10, 1 << 20] {

@@ -100,7 +100,7 @@ impl Case {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
-            // One member at a time goes on for a while, so that the others fall behind.
+            // One member at a time continues for a while, so that the others fall behind.
             let (member, times) = (pick(random, members.len()), (random >> 8) % 20);
             let (job, peers, _) = &mut members[member];
             for _ in 0..times {

@@ -4,8 +4,8 @@
 //! Allreduce where the tensors lie: each member reduces its own part straight from all members' memory, in member order,
 //! and writes the result into all members' memory.
 //!
-//! Nothing of the tensors goes over links. 2 rounds of a few bytes from everybody to everybody, and one more when
-//! memory is met for the first time:
+//! Nothing of the tensors goes over links. 2 rounds of a few bytes from every member to all others, and one more for
+//! memory that is new to them:
 //!
 //! ```text
 //! where    where each tensor lies, or that it is the member's own; all have entered when all of these are here
@@ -13,13 +13,14 @@
 //! part     the member is done with everybody's memory
 //! ```
 //!
-//! If some tensor of some member is its own, or some memory could not be mapped, everybody knows it after the same round and
-//! takes the pipeline. A member with tensors of its own knows it before, and begins without waiting for the others' words.
+//! If a tensor of a member is its own, or if memory could not be mapped, all members know it after the same round and
+//! take the pipeline. A member with tensors of its own knows it before, and begins without waiting for the others'
+//! words.
 //!
-//! Parts do not overlap, and a member reads and writes its own part only, of everybody's memory; so nobody's reads meet
-//! another's writes. A member is done once all others have parted: then nobody touches its memory any more. If it gives
-//! up before, it takes its memory away from the others (`Region::detach`), who may not know yet; what they have
-//! mapped keeps its bytes, so those who still complete do so with the right ones.
+//! Parts do not overlap, and a member reads and writes only its own part of all members' memory, so no read meets
+//! another member's write. A member is done once all others have sent `part`: then no other member touches its memory
+//! any more. If it gives up before, it takes its memory away from the others (`Region::detach`), which may not know
+//! yet. Their mappings keep the bytes, so members that still complete do so with the right ones.
 //!
 //! **No deadlock.** Each round is sent without waiting for anybody, and whatever arrives is taken at once; between rounds a
 //! member waits for nothing. All members take the same rounds: which they are depends on what all have heard alone.
@@ -47,7 +48,8 @@ const BLOCK: usize = 16 << 10;
 /// Bytes reduced in one poll.
 const SLICE: usize = 256 << 10;
 
-/// Whether members tell each other where their tensors lie: depends on what is equal on all of them.
+/// Returns whether members tell each other where their tensors lie: depends only on values that are equal on all of
+/// them.
 pub(super) fn is_considered(peers: &Peers, outputs: &Flat) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
     peers.shape.hosts == 1 && outputs.len() >= LEAST && tensors <= MOST
@@ -58,7 +60,7 @@ pub(super) struct InPlace {
     heads: Exchange,
     /// Bytes of each tensor.
     tensors: Vec<usize>,
-    /// Taken by what does the work.
+    /// Taken by the worker.
     task: Option<Task>,
     /// Memory of this member that others may be working in.
     exposed: Vec<Memory>,
@@ -106,7 +108,7 @@ impl InPlace {
         Ok(Stage::Elsewhere(Box::new(Pipeline::new(peers, reducer, inputs, outputs)?)))
     }
 
-    /// All members' places, if all have told them.
+    /// Returns all members' places, if all have told them.
     fn places(&self, member: usize) -> Option<Vec<Vec<Place>>> {
         self.heads.said(member).map(|head| head.chunks(UNIT).map(Place::read).collect()).collect()
     }
@@ -160,7 +162,7 @@ impl InPlace {
             let buffers: Option<Vec<_>> =
                 tensors.map(|(place, bytes)| peers.regions.buffer(place, *bytes)).collect();
             let Some(buffers) = buffers else {
-                // It failed since it told of it, and has freed it.
+                // It announced the memory, failed later, and has freed it.
                 let rank = peers.links[peers.link_to(member)].peer;
                 let (host, reason) = ("this host".to_owned(), "it gave up its memory".to_owned());
                 return Err(farandole_transport::Error::PeerLost { rank, host, reason }.into());
@@ -235,13 +237,13 @@ impl Job for InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for memory in &self.exposed {
-            // Without memory for a copy it stays where it was; peers notice the failure after a block or two.
+            // Without memory for a copy it stays in place; peers notice the failure after a block or two.
             let _ = memory.region().map(farandole_shm::Region::detach);
         }
     }
 }
 
-/// The own part of everybody's memory.
+/// The own part of all members' memory.
 struct Work {
     reducer: Reducer,
     /// Every member's tensors.

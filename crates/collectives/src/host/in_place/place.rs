@@ -51,8 +51,8 @@ impl Place {
 pub(in super::super) struct Regions {
     /// Memory of other members, mapped here.
     mapped: HashMap<[u64; 2], Memory>,
-    /// Of everybody, this member too: whether all others could map it. The same on all members, and never forgotten, since
-    /// it costs next to nothing.
+    /// For every member, this one included: whether all others could map its memory. All members have the same
+    /// answers, which are never forgotten, because they cost next to nothing.
     judged: HashMap<[u64; 2], bool>,
 }
 

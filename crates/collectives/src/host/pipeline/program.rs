@@ -7,7 +7,7 @@ use super::super::program::{Builder, Load, Program};
 pub(in super::super) use super::Cut;
 use super::LOOKAHEAD;
 
-/// How elements are cut; `None` where rings are too small.
+/// Cuts the elements; `None` if rings are too small.
 pub(in super::super) fn cut(bytes: usize, members: usize, capacity: usize) -> Option<Cut> {
     let cut = Cut::new(bytes, members, capacity);
     (cut.chunk > 0).then_some(cut)
@@ -18,12 +18,13 @@ pub(in super::super) fn steps(cut: &Cut) -> usize {
     cut.steps
 }
 
-/// Bytes that a reduction of `len` bytes of each member reads and writes: the result goes to the output and to all others.
+/// Returns the bytes that a reduction of `len` bytes of each member reads and writes: the result goes to the output and
+/// to all others.
 fn touched(cut: &Cut, len: usize) -> usize {
     2 * cut.members * len
 }
 
-/// The steps of a member.
+/// Returns the steps of a member.
 pub(in super::super) fn program(cut: &Cut, member: usize) -> Program {
     let mut builder = Builder::new(cut.members);
     let mut reduced: Vec<Option<u32>> = vec![None; cut.steps];
@@ -55,7 +56,7 @@ pub(in super::super) fn program(cut: &Cut, member: usize) -> Program {
     builder.finish()
 }
 
-/// The steps of one member for all: see `Plan::folded`.
+/// Returns the steps of one member for all: see `Plan::folded`.
 pub(in super::super) fn folded(cut: &Cut) -> Program {
     let mut builder = Builder::new(1);
     let mut reduced: Vec<Option<u32>> = vec![None; cut.steps];

@@ -4,11 +4,12 @@
 //! Reduce-scatter across hosts with several members: what a host has for a member elsewhere is joined there first, so it
 //! crosses once, whatever the number of members.
 //!
-//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the members, in turns. The
-//! others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends that to
-//! `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts and parts of
-//! `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others (partials of 16-bit floats
-//! take twice their bytes, unless the reduction rounds them), where everybody for himself would send `(H - 1) * L * n`.
+//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the members, in turns.
+//! The others on a host send their inputs of `d`'s part to the carrier, it joins them to the host's partial and sends
+//! that to `d`, and `d` makes the result of the partials of all hosts. 2 steps; with `L` members on each of `H` hosts
+//! and parts of `n` bytes a member sends `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others
+//! (partials of 16-bit floats take twice their bytes, unless the reduction rounds them), where members without this
+//! would send `(H - 1) * L * n`.
 //!
 //! **No deadlock.** All work on members' parts in ascending order of members: on a link within a host lie inputs in that
 //! order, a carrier joins in that order, and on a link between hosts lies one partial. Let `d` be the first member whose
@@ -65,7 +66,7 @@ pub(in super::super) struct Across {
     reduced: usize,
 }
 
-/// Whether it pays, as for an allreduce of as many bytes; all members answer the same.
+/// Returns whether it pays, as for an allreduce of as many bytes; all members answer the same.
 pub(in super::super) fn pays(
     peers: &Peers,
     crossover: &Crossover,
@@ -78,12 +79,12 @@ pub(in super::super) fn pays(
         && peers.capacity >= UNIT * reducer.expansion()
 }
 
-/// The member that joins a host's inputs of a member's part.
+/// Returns the member that joins a host's inputs of a member's part.
 fn carrier(hosts: &Hosts, host: usize, of: usize) -> usize {
     if hosts.of(of) == host { of } else { hosts.carrier(host, of) }
 }
 
-/// The members of whose parts something goes from one member to another.
+/// Returns the members of whose parts something goes from one member to another.
 fn travels(hosts: &Hosts, from: usize, to: usize) -> Vec<usize> {
     let host = hosts.of(from);
     if hosts.of(to) != host {

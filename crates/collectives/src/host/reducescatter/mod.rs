@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Reduce-scatter: every member is sent its part of all tensors by everybody, end to end as one message, and reduces it
-//! straight from the windows.
+//! Reduce-scatter: every member gets its part of all tensors from all members, end to end as one message, and reduces
+//! it straight from the windows.
 //!
 //! 1 step; a member sends `N - n` bytes where its own part has `n`. The bits are those of an allreduce: each element is
 //! reduced once, by its owner, from all members' inputs.
 //!
-//! **No deadlock.** On every link lies one message each way. A member writes to each of its links whenever that ring has
-//! room, whatever the others do; so everybody's next unit for an owner ends up in the owner's windows, and then the
-//! owner can reduce and release it: it writes to its own memory only. Members without a part are sent nothing and wait
-//! for nobody.
+//! **No deadlock.** On every link lies one message each way. A member writes to each of its links whenever that ring
+//! has room, whatever the others do; so all members' next unit for an owner ends up in the owner's windows, and then
+//! the owner can reduce and release it: it writes to its own memory only. Members without a part receive nothing and
+//! wait for no other member.
 //!
 //! Hosts with several members join what they have for others first: see [`across`].
 
@@ -44,7 +44,7 @@ struct Stream {
     out: Message,
 }
 
-/// A member's part of all tensors.
+/// Returns a member's part of all tensors.
 fn parts(segments: &[Segment], bytes: &[Vec<usize>], member: usize) -> Flat {
     let part = |(segment, counts): (&Segment, &Vec<usize>)| {
         segment.input.slice(counts[..member].iter().sum(), counts[member])
@@ -70,7 +70,7 @@ impl Reducescatter {
         out.put_some(PIECE, &mut *link.sender, |at, to| part.read(at, to))
     }
 
-    /// Reduces what has arrived from everybody.
+    /// Reduces the values that have arrived from all members.
     fn reduce(&mut self, peers: &mut Peers) -> Result<bool> {
         let mut wire = self.incoming.left();
         for link in &mut peers.links {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! When memory is given, registered and given again.
+//! Memory that is given, registered and given again.
 
 use farandole_collectives::{Communicator as _, Token};
 
@@ -58,7 +58,7 @@ fn memory_is_registered_with_each_communicator_when_it_is_first_used_there() {
 }
 
 #[test]
-fn memory_goes_to_the_next_who_asks_for_as_much_of_the_device_on_that_stream() {
+fn memory_goes_to_the_next_request_of_that_size_on_that_device_and_stream() {
     let (library, device) = (nccl().unwrap(), FakeLane::default());
     let memory = |stream: usize, bytes: usize| library.memory(&device, stream, bytes).unwrap();
     let first = memory(1, 512);

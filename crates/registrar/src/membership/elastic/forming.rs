@@ -14,12 +14,12 @@ use super::{DONE, Decision, Elastic, Phase, Presence, QUARRELS, SETTLING, Stage,
 use crate::exit::Verdict;
 
 impl Elastic {
-    /// Whether the function has returned on some rank.
+    /// Returns whether the function has returned on some rank.
     pub(super) fn has_done(&self, present: &Present) -> bool {
         present.finishing || present.order.iter().any(|task| self.stage(*task) == Some(&Stage::Done))
     }
 
-    /// Members of the present world that are neither done nor gone nor about to go, by rank.
+    /// Returns the members of the present world that are neither done nor gone nor about to go, by rank.
     pub(super) fn survivors(&self, present: &Present) -> Vec<TaskId> {
         let there = |task: &TaskId| {
             self.stage(*task).is_some_and(|stage| !matches!(stage, Stage::Done | Stage::Leaving))
@@ -38,7 +38,7 @@ impl Elastic {
             .collect()
     }
 
-    /// Whether anything may follow at once when this worker asks for a world.
+    /// Returns whether anything may follow at once when this worker asks for a world.
     pub(super) fn may_follow(&self, task: TaskId) -> bool {
         if self.workers.get(&task).is_none_or(|worker| worker.dismissed.is_some()) {
             return true;
@@ -93,7 +93,7 @@ impl Elastic {
         self.wait_or_give_up(now, broken_at, members.len(), decisions);
     }
 
-    /// A world of which nobody has been in another one.
+    /// A world whose members have not been in another one.
     pub(super) fn fresh_world(&mut self, now: Duration, since: Duration, decisions: &mut Vec<Decision>) {
         let mut ready = self.newcomers();
         ready.truncate(self.rules.most as usize);
@@ -134,7 +134,7 @@ impl Elastic {
         self.abort(reason, None, decisions);
     }
 
-    /// Two survivors that keep losing each other while nobody else fails: the one of the higher rank, once that has
+    /// Two survivors that keep losing each other while no other fails: the one of the higher rank, once that has
     /// happened often enough.
     pub(super) fn quarrel(&mut self, survivors: &[TaskId]) -> Option<TaskId> {
         let ranks: BTreeMap<TaskId, usize> =

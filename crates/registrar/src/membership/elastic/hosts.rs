@@ -38,17 +38,17 @@ impl Hosts {
         Self { all: Vec::new(), known: false, outdated: false, cooldown }
     }
 
-    /// Has hosts cool down for other times from now on.
+    /// Changes the times for which hosts cool down.
     pub(super) fn cool_down(&mut self, cooldown: (Duration, Duration)) {
         self.cooldown = cooldown;
     }
 
-    /// Whether somebody tells which hosts there are; otherwise workers come by themselves.
+    /// Returns whether a list of hosts is given; otherwise workers come by themselves.
     pub(super) fn are_known(&self) -> bool {
         self.known
     }
 
-    /// No worker is started until somebody tells again which hosts there are.
+    /// No worker is started until a list of hosts is given again.
     pub(super) fn outdate(&mut self) {
         self.outdated = true;
     }
@@ -104,7 +104,7 @@ impl Hosts {
         }
     }
 
-    /// Workers for whom there is no slot, and why. `living` has those first that stay longest.
+    /// Workers without a slot, and the reason. `living` has those first that stay longest.
     pub(super) fn surplus(&self, living: &[(TaskId, &str)]) -> BTreeMap<TaskId, String> {
         let mut free: HashMap<&str, u32> =
             self.all.iter().map(|host| (host.name.as_str(), host.slots)).collect();
@@ -124,7 +124,7 @@ impl Hosts {
         surplus
     }
 
-    /// A host name for each slot that a new worker may take now, host by host.
+    /// Returns a host name for each slot that a new worker may take now, host by host.
     pub(super) fn vacancies(&self, now: Duration, living: &[(TaskId, &str)]) -> impl Iterator<Item = String> {
         let mut taken: HashMap<&str, usize> = HashMap::new();
         for (_, name) in living {
@@ -162,7 +162,7 @@ impl Host {
     }
 }
 
-/// A number that differs between hosts and failures and is the same in every run (FNV-1a).
+/// Returns a number that differs between hosts and failures and is the same in every run (FNV-1a).
 fn spread(name: &str, failures: u32) -> u32 {
     let bytes = name.bytes().chain(failures.to_le_bytes());
     bytes.fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_decide_who_stays_and_where_there_is_room() {
+    fn slots_decide_which_workers_stay_and_where_there_is_room() {
         let mut hosts = Hosts::new((SECOND, SECOND));
         hosts.discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
         let living = [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host));

@@ -35,7 +35,7 @@ impl Elastic {
         }
     }
 
-    /// A worker is gone, and that is nobody's failure.
+    /// A worker is gone without a failure.
     pub(super) fn leave(&mut self, now: Duration, task: TaskId) {
         self.workers.remove(&task);
         if let Some(present) = &mut self.present
@@ -96,7 +96,7 @@ impl Elastic {
     /// Members that others have lost, and that do not ask for the next world themselves, are out.
     pub(super) fn look_for_suspects(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
         if now < self.returning_until {
-            // Links by way of the registrar broke with it: whoever is lost to its peers may live.
+            // Links by way of the registrar broke with it: a member that its peers have lost may be alive.
             return;
         }
         let Some(present) = &self.present else { return };

@@ -10,8 +10,9 @@
 //!                                     ready(after) again           become ready again and form the next one
 //! ```
 //!
-//! A worker has a task number of its own, which is never used again. It is *ready* once its `init()` was called; until
-//! then nobody waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next world.
+//! A worker has a task number of its own, which is never used again. It is *ready* once its `init()` was called;
+//! until then no member waits for it. A world is *broken* as soon as a member is lost, fails, or asks for the next
+//! world.
 //!
 //! - `EL-1`: a world has `least` to `most` members, each ready, each once; only a world whose function has returned on
 //!   some rank may continue with fewer.
@@ -20,9 +21,9 @@
 //! - `EL-4`: the job finishes when the function has returned on every rank of the present world, and only then.
 //! - `EL-5`: a worker that was dismissed, or leaves, is no failure; a host whose worker failed gets no new one until it
 //!   has cooled down, nor does one whose worker has said by itself that it leaves, for the shortest cooldown.
-//! - `EL-6`: a job that cannot go on ends within `timeout`, with a reason that says what was missing.
-//! - `EL-7`: the steps that changed something, done again, make the same machine: a registrar that starts again goes on
-//!   where it was, and loses nobody who shows within the usual time that it lives.
+//! - `EL-6`: a job that cannot continue ends within `timeout`, with a reason that says what was missing.
+//! - `EL-7`: repeating the steps that changed something makes the same machine: a registrar that starts again
+//!   continues where it was, and loses no worker that shows within the usual time that it lives.
 
 #[cfg(test)]
 mod costs;
@@ -61,27 +62,27 @@ pub(crate) struct Rules {
     pub(crate) most: u32,
     /// Workers beyond `most` that wait, ready to take a place.
     pub(crate) spares: u32,
-    /// How long a job may wait for workers.
+    /// Longest wait of a job for workers.
     pub(crate) timeout: Duration,
     /// Worlds after the first that may be formed.
     pub(crate) reset_limit: Option<u32>,
     /// Shortest and longest time without a new worker on a host where one has failed.
     pub(crate) cooldown: (Duration, Duration),
-    /// How long a worker may take from its start until its agent has registered.
+    /// Longest time between the start of a worker and the registration of its agent.
     pub(crate) start_timeout: Duration,
-    /// When an agent counts as gone.
+    /// Limits after which an agent counts as gone.
     pub(crate) liveness: Liveness,
 }
 
-/// How long a member that others have lost may take to show that it lives, by asking for the next world.
+/// Longest time in which a member that others have lost must show that it lives, by asking for the next world.
 const SUSPECTED: Duration = Duration::from_millis(500);
-/// How long a dismissed worker may take to leave.
+/// Longest time in which a dismissed worker must leave.
 const LEAVING: Duration = Duration::from_secs(60);
-/// How long the first world waits for workers beyond those it needs.
+/// Time for which the first world waits for workers beyond those it needs.
 const SETTLING: Duration = Duration::from_secs(3);
-/// Why the last workers end.
+/// The reason why the last workers end.
 const DONE: &str = "the job is done";
-/// Worlds in a row in which two members lose each other, and nobody else fails, until one of them has to go.
+/// Worlds in a row in which two members lose each other, and no other fails, until one of them is dismissed.
 const QUARRELS: u32 = 2;
 
 /// A worker that was started and has not ended.
@@ -109,7 +110,7 @@ enum Stage {
     Working,
     /// It ended well in the present world.
     Done,
-    /// It was told to go, and ends.
+    /// It was dismissed, and ends.
     Leaving,
 }
 
@@ -132,17 +133,17 @@ pub(crate) struct Elastic {
     /// Workers that came by themselves, gone ones included.
     came: BTreeSet<TaskId>,
     present: Option<Present>,
-    /// When the job began.
+    /// The time at which the job began.
     began: Duration,
     /// Since when enough workers were ready for the first world.
     enough_since: Option<Duration>,
-    /// Why the last worker was lost: what a job that ends for lack of workers says.
+    /// The reason why the last worker was lost: what a job that ends for lack of workers says.
     last_loss: Option<String>,
     /// After a restart: until when workers that others have lost may connect again.
     returning_until: Duration,
     #[serde(with = "steps::pairs")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
-    /// Once the job is over: workers whose ends nobody has reported, and their hosts. They may not know that it is.
+    /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not know that it is.
     unheard: BTreeMap<TaskId, String>,
     /// Whether the present step has changed something that its decisions do not tell.
     #[serde(skip)]
@@ -156,7 +157,7 @@ pub(crate) struct Elastic {
 }
 
 impl Elastic {
-    /// A job without workers.
+    /// Returns a job without workers.
     pub(crate) fn new(rules: Rules) -> Self {
         Self {
             hosts: Hosts::new(rules.cooldown),
@@ -179,12 +180,12 @@ impl Elastic {
         }
     }
 
-    /// The latest world; 0 before the first.
+    /// Returns the latest world; 0 before the first.
     pub(crate) fn generation(&self) -> Generation {
         self.generation
     }
 
-    /// The present world, seen from rank 0.
+    /// Returns the present world, seen from rank 0.
     pub(crate) fn world(&self) -> Option<World> {
         assign_as_listed(self.generation, &self.present.as_ref()?.places).ok()
     }
@@ -224,7 +225,7 @@ impl Elastic {
         Ok(vec![Decision::Registered { task, session, replaces: false }])
     }
 
-    /// A worker asks for a world after `after`, and names the members of that one whom it has lost.
+    /// A worker asks for a world after `after`, and names the lost members of that world.
     pub(crate) fn ready(
         &mut self,
         now: Duration,
@@ -260,7 +261,7 @@ impl Elastic {
         if leaving && decisions.is_empty() { Err(Refusal::Dismissed { task }) } else { Ok(decisions) }
     }
 
-    /// Takes in what happened and returns what follows.
+    /// Takes an event and returns the actions that follow.
     pub(crate) fn observe(&mut self, now: Duration, input: Input) -> Vec<Decision> {
         let mut decisions = Vec::new();
         match input {

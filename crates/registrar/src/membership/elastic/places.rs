@@ -10,7 +10,7 @@ use farandole_world::TaskId;
 use super::{Decision, Elastic, LEAVING, Stage, Worker};
 
 impl Elastic {
-    /// Starts workers where there is room, and has those go for whom there is none.
+    /// Starts workers on free slots, and dismisses workers without a slot.
     pub(super) fn plan(&mut self, now: Duration, decisions: &mut Vec<Decision>) {
         if !self.hosts.are_known() {
             return;
@@ -46,7 +46,7 @@ impl Elastic {
         }
     }
 
-    /// Has a worker go at the next chance.
+    /// Dismisses a worker at the next chance.
     pub(super) fn dismiss(&mut self, now: Duration, task: TaskId, reason: String) {
         if let Some(worker) = self.workers.get_mut(&task).filter(|worker| worker.stage != Stage::Done) {
             self.changed |= worker.dismissed.is_none();

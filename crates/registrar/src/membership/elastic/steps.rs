@@ -25,7 +25,8 @@ pub(crate) enum What {
 }
 
 impl What {
-    /// Whether a journal tells it in any case. What comes often, or may be repeated, is told only if it changed something.
+    /// Returns whether a journal tells it in any case. Steps that come often, or may be repeated, are reported only
+    /// if they changed something.
     fn always_counts(&self) -> bool {
         match self {
             Self::Registers { .. } | Self::Asks { .. } => false,
@@ -49,8 +50,8 @@ pub(crate) struct Step {
 }
 
 impl Elastic {
-    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell. When somebody was last
-    /// heard is not in a journal, and time alone changes only what a step tells.
+    /// Does a step; `None` beside its outcome when it changed nothing that a journal has to tell. Times of signs of
+    /// life are not in a journal, and time alone changes only the report of a step.
     pub(crate) fn noted(
         &mut self,
         now: Duration,
@@ -87,9 +88,9 @@ impl Elastic {
         self.changed = false;
     }
 
-    /// Continues after an outage, in which nobody was heard: all have the usual time to show that they live. Whether the
-    /// workers that were about to start have done so is not known. Others are started in their place when the hosts are
-    /// known again, which may have changed.
+    /// Continues after an outage, in which no agent was heard: all have the usual time to show that they live.
+    /// Whether the workers that were about to start have done so is not known. Others are started in their place when
+    /// the hosts are known again, which may have changed.
     fn resume(&mut self, now: Duration) -> Vec<Decision> {
         self.hosts.outdate();
         self.returning_until = now + self.rules.liveness.heartbeat_timeout;

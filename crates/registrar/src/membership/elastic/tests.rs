@@ -146,7 +146,7 @@ fn el_5_a_worker_that_leaves_is_no_failure_and_is_not_replaced_on_its_host_at_on
 }
 
 #[test]
-fn survivors_go_on_without_the_dead_and_take_its_successor_in_at_their_next_chance() {
+fn survivors_continue_without_the_dead_and_admit_its_successor_at_their_next_chance() {
     let mut job = Job::new(RULES, &[("a", 4)]);
     job.all_ready();
     assert_eq!(job.world(), [0, 1, 2, 3]);
@@ -390,14 +390,14 @@ fn a_repeated_message_of_a_worker_changes_nothing() {
 }
 
 #[test]
-fn after_an_outage_all_have_the_usual_time_and_starts_of_which_nothing_was_heard_are_made_anew() {
+fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     let at = Duration::from_secs;
     let mut machine = Elastic::new(RULES);
     let decided = machine.take(at(0), What::Happens(Input::Hosts(vec![("a".to_owned(), 2)]))).unwrap();
     assert_eq!(decided.len(), 2, "{decided:?}");
     let register = |task| What::Registers { task: TaskId(task), session: 7, place: HostHash("a".to_owned()) };
     machine.take(at(1), register(0)).unwrap();
-    // Nobody was heard for a while.
+    // No agent was heard for a while.
     assert_eq!(machine.take(at(50), What::Resumes).unwrap(), [], "the hosts may have changed");
     assert_eq!(machine.take(at(50), What::Happens(Input::Tick)).unwrap(), []);
     let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];
@@ -423,7 +423,7 @@ fn a_job_that_was_over_is_over_after_an_outage() {
 }
 
 #[test]
-fn a_worker_whose_launching_connection_broke_is_told_to_end() {
+fn a_worker_whose_launching_connection_broke_is_ended() {
     let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
     job.all_ready();
     job.pass(4.0);
@@ -449,7 +449,7 @@ fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
 }
 
 #[test]
-fn workers_that_may_not_know_that_the_job_is_over_are_told_after_an_outage() {
+fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     let mut job = Job::new(RULES, &[("a", 4)]);
     let first = job.started();
     for (task, host) in &first[..3] {

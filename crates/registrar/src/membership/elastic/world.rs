@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::exit::{Exit, How};
 
-/// Why a worker is gone that should not be.
+/// The reason why a worker is gone that should not be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Why {
     /// It failed by itself.
     Own(String),
-    /// A collective had lost a peer: somebody else was first.
+    /// A collective had lost a peer: another worker failed first.
     Peer(String),
     /// A signal ended it, its agent or host was lost, or it could not be started.
     Lost(String),
@@ -34,7 +34,7 @@ pub(super) struct Present {
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in order of time.
     pub(super) failures: Vec<Failure>,
-    /// The function has returned on some rank of a world before: these are the others, and nobody joins them.
+    /// The function has returned on some rank of an earlier world: these are the others, and no worker joins them.
     pub(super) finishing: bool,
     told_broken: bool,
     told: (bool, bool),
@@ -49,7 +49,7 @@ pub(super) struct Failure {
 }
 
 impl Why {
-    /// The meaning of an exit with another code than 0.
+    /// Returns the meaning of an exit with another code than 0.
     pub(super) fn of(exit: &Exit) -> Self {
         let sentence = exit.how.to_string();
         match &exit.how {
@@ -95,7 +95,8 @@ impl Present {
         self.failures.push(Failure { task, sentence, why: why.clone() });
     }
 
-    /// Why a world without survivors has no successor: all failed by themselves, or some had returned already.
+    /// Returns the reason why a world without survivors has no successor: all failed by themselves, or some had
+    /// returned already.
     pub(super) fn hopeless(&self, done: bool) -> Option<(TaskId, String)> {
         let lost = self.failures.iter().any(|failure| matches!(failure.why, Why::Lost(_)));
         let own = self.failures.iter().find(|failure| matches!(failure.why, Why::Own(_)));
@@ -103,7 +104,7 @@ impl Present {
         (done || !lost).then(|| (first.task, first.sentence.clone()))
     }
 
-    /// Why the world is broken, once.
+    /// Returns the reason why the world is broken, once.
     pub(super) fn tell_broken(&mut self) -> Option<String> {
         if std::mem::replace(&mut self.told_broken, true) {
             return None;
@@ -111,7 +112,7 @@ impl Present {
         self.broken.as_ref().map(|(_, reason)| reason.clone())
     }
 
-    /// Whether its members know that it cannot go on.
+    /// Returns whether its members know that it cannot continue.
     pub(super) fn is_known_to_be_broken(&self) -> bool {
         self.told_broken
     }
@@ -121,12 +122,12 @@ impl Present {
         (self.told_broken, self.told) = (false, (false, false));
     }
 
-    /// Whether members were told that some are to go, and that others wait.
+    /// Returns whether members were told that some are to go, and that others wait.
     pub(super) fn has_told(&self) -> (bool, bool) {
         self.told
     }
 
-    /// Whether this is news for the members.
+    /// Returns whether this is news for the members.
     pub(super) fn tell(&mut self, removed: bool, added: bool) -> bool {
         let news = (removed && !self.told.0) || (added && !self.told.1);
         self.told = (removed, added);
@@ -136,7 +137,7 @@ impl Present {
 
 #[cfg(test)]
 impl Present {
-    /// Whether members were told to ask for another world.
+    /// Returns whether members were told to ask for another world.
     pub(super) fn is_told(&self) -> bool {
         self.broken.is_none() && self.told != (false, false)
     }

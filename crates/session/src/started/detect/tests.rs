@@ -85,7 +85,7 @@ fn every_starter_tells_rank_size_and_whether_hosts_are_several() {
 }
 
 #[test]
-fn a_process_that_nobody_started_is_alone_and_so_is_the_only_one() {
+fn a_process_without_a_starter_is_alone_and_so_is_the_only_one() {
     for pairs in [
         &[][..],
         &[("RANK", "private"), ("WORLD_SIZE", "large")],
@@ -156,7 +156,7 @@ fn an_invalid_place_is_refused_with_its_variable() {
 }
 
 #[test]
-fn starts_are_told_apart_by_what_all_their_processes_share() {
+fn starts_are_distinguished_by_values_that_all_their_processes_share() {
     let names = |pairs: &[(&str, &str)]| -> Vec<String> {
         world(pairs).exact.into_iter().map(|(name, _)| name).collect()
     };
@@ -167,9 +167,9 @@ fn starts_are_told_apart_by_what_all_their_processes_share() {
 }
 
 proptest! {
-    /// Whatever stands in the variables: a rank of its size, an error, or nothing.
+    /// Any values of the variables give a rank of its size, an error, or nothing.
     #[test]
-    fn any_environment_is_a_place_an_error_or_nobodys(
+    fn any_environment_gives_a_place_an_error_or_nothing(
         values in prop::collection::vec(prop::option::of("[0-9]{1,2}|-1|x|"), 24)
     ) {
         let names = STARTERS.iter().flat_map(|starter| {

@@ -4,9 +4,9 @@
 //! The receiving end of one connection: reads records to where their payload belongs in the ring, and opens them there.
 //!
 //! Small records come through a stage, so that one call reads several. Of a large record the kernel writes the
-//! payload to its place in the ring and what follows it to the stage. One for which the ring has no room is read and opened
-//! aside: whoever waits for a message may need its first part before the ring can hold all of it. Nobody sees a byte before
-//! its record has opened.
+//! payload to its place in the ring and what follows it to the stage. A record for which the ring has no room is read
+//! and opened aside: a reader may need the first part of a message before the ring can hold all of it. No byte is
+//! visible before its record has opened.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -27,12 +27,12 @@ const CUT: &str =
 pub(super) struct Receiving {
     seal: Seal,
     stage: Box<[u8; STAGE]>,
-    /// What of the stage has arrived and is not used yet.
+    /// Bytes of the stage that have arrived and are not used yet.
     staged: Range<usize>,
     record: Option<Partial>,
     /// The payload of a record that the ring had no room for.
     aside: Vec<u8>,
-    /// What of it has opened and is not in the ring yet.
+    /// Bytes of it that were opened and are not in the ring yet.
     opened: Range<usize>,
     /// The last call read less than there was room for.
     drained: bool,
@@ -49,7 +49,7 @@ struct Partial {
     aside: bool,
 }
 
-/// What became of a step.
+/// The result of a step.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// So many bytes have opened and lie at the beginning of the space.
@@ -62,7 +62,7 @@ pub(super) enum Step {
     Full,
     /// Nothing will follow.
     Ended(String),
-    /// Somebody on the way meddled with it.
+    /// Its bytes were changed on the way.
     Tampered(String),
 }
 
@@ -79,7 +79,7 @@ impl Receiving {
         }
     }
 
-    /// Whether a part of a record lies in the ring, behind what was placed there.
+    /// Returns whether a part of a record lies in the ring, behind what was placed there.
     pub(super) fn in_ring(&self) -> bool {
         self.record.is_some_and(|record| !record.aside)
     }

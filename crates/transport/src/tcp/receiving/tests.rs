@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Records on a socket, in parts of any size, into rings of any room: what was sent is placed, and nothing else.
+//! Records on a socket, in parts of any size, into rings of any room: exactly the sent bytes are placed.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -90,7 +90,7 @@ proptest! {
     }
 
     #[test]
-    fn of_a_stream_that_was_meddled_with_only_what_lay_before_is_placed(
+    fn of_a_changed_stream_only_the_bytes_before_the_change_are_placed(
         payloads in payloads(),
         parts in parts(),
         room in 1_usize..60_000,
@@ -118,7 +118,7 @@ proptest! {
         prop_assert!(expected);
     }
 
-    /// Nobody who does not hold the key makes it take memory or place anything.
+    /// A peer without the key cannot make it take memory or place anything.
     #[test]
     fn garbage_places_nothing(garbage in vec(any::<u8>(), 0..2000), parts in parts()) {
         let (placed, end) = read(&garbage, &parts, 4096);

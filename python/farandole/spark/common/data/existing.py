@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_place
-from farandole.data.marks import Mark
+from farandole.stores.marks import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Existing:
 
     @classmethod
     def in_store(cls, store: AbstractFilesystemStore, idx: int | None) -> Self:
-        """The data set of a number in a store.
+        """Returns the data set of a number in a store.
 
         Args:
             store: where it is.
@@ -43,7 +43,7 @@ class Existing:
 
     @classmethod
     def at(cls, path: Paths | None, val_path: Paths | None, idx: int | None) -> Self | None:
-        """The rows at the user's paths; `None` where none are given.
+        """Returns the rows at the user's paths; `None` where none are given.
 
         Args:
             path: of the training rows.
@@ -97,7 +97,7 @@ def in_use(where: Existing) -> Iterator[None]:
 
 
 def is_prepared(paths: str | list[str]) -> bool:
-    """Whether Farandole prepared the rows.
+    """Returns whether Farandole prepared the rows.
 
     Args:
         paths: of the rows.
@@ -106,7 +106,7 @@ def is_prepared(paths: str | list[str]) -> bool:
 
 
 def format_of(paths: str | list[str]) -> str | None:
-    """The format of files that are not prepared data; `None` if the place states it.
+    """Returns the format of files that are not prepared data; `None` if the place states it.
 
     Args:
         paths: of the files.

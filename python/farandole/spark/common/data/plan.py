@@ -33,7 +33,7 @@ _FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpoi
 
 
 def fingerprint(df: DataFrame) -> str | None:
-    """A fingerprint of the sources and the computation of a DataFrame's plan.
+    """Returns a fingerprint of the sources and the computation of a DataFrame's plan.
 
     Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask `sameSemantics` as well.
 
@@ -149,7 +149,7 @@ def _each(sequence: Any) -> list[Any]:
 
 
 def _is_plain(expression: Any) -> bool:
-    """Whether a plan consists only of Spark's own expressions, whose text is complete."""
+    """Returns whether a plan consists only of Spark's own expressions, whose text is complete."""
     left, seen = [expression], 0
     while left:
         one = left.pop()
@@ -163,7 +163,7 @@ def _is_plain(expression: Any) -> bool:
 
 
 def _only_draws(plan: Any) -> bool:
-    """Whether a plan is deterministic except for values drawn with a seed."""
+    """Returns whether a plan is deterministic except for values drawn with a seed."""
     nodes, left, seen = [plan], [], 0
     while nodes:
         node = nodes.pop()
@@ -193,7 +193,7 @@ def _reads_files(leaf: Any) -> bool:
 
 
 def _made_here(leaf: Any) -> bool:
-    """Whether an RDD comes from rows of this session. The sources of other RDDs are unknown."""
+    """Returns whether an RDD comes from rows of this session. The sources of other RDDs are unknown."""
     if leaf.nodeName() != "LogicalRDD":
         return False
     left, seen = [leaf.rdd()], set()

@@ -236,7 +236,7 @@ class _Encoded:
             return _count(batches, read, Learner(counted, validation, split))
 
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
-        told = "farandole: learning categories and values for what is missing"
+        told = "farandole: learning categories and replacements of missing values"
         whole = Learner(counted, split=split)
         for row in Cluster.active().collect(chosen.mapInArrow(count, "error string, part binary"), told):
             if row.error is not None:
@@ -261,7 +261,7 @@ def _count(batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner
 
 
 def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
-    """The types of columns as their rows arrive; of those that Arrow has no type for, one that teaches nothing."""
+    """Returns the types of columns as their rows arrive; for types that Arrow lacks, one that teaches nothing."""
     import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
 
@@ -321,7 +321,7 @@ def _prepare(
 def find_data(
     store: AbstractFilesystemStore, roles: Roles, idx: int | None = None, where: Existing | None = None
 ) -> Prepared:
-    """The data set that exists already, prepared by us or by any program.
+    """Returns the data set that exists already, prepared by us or by any program.
 
     Args:
         store: where it is, or where the file goes by which workers find data of elsewhere.
@@ -330,7 +330,7 @@ def find_data(
         where: the place of the rows, if not in the store.
 
     Returns:
-        What was found; validation data is used when it is there.
+        The data that was found; validation data is used if it exists.
 
     Raises:
         ValueError: no data set, or a column is not in it.

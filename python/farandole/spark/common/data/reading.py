@@ -113,7 +113,7 @@ def data_of(
 
 
 def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
-    """The treatment of nulls, NaN and infinities when data is read.
+    """Returns the treatment of nulls, NaN and infinities when data is read.
 
     Args:
         estimator: whose parameters count.
@@ -130,7 +130,7 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
 
 
 def transformation_of(estimator: EstimatorParams) -> Transformation | None:
-    """The changes of rows before the model gets them.
+    """Returns the changes of rows before the model gets them.
 
     Args:
         estimator: whose parameters count.
@@ -143,7 +143,7 @@ def transformation_of(estimator: EstimatorParams) -> Transformation | None:
 
 
 def paths_of(store: RemoteStore, data: Data) -> dict[str, str]:
-    """The paths of a run's files, if it has files.
+    """Returns the paths of a run's files, if it has files.
 
     Args:
         store: of the run.

@@ -49,7 +49,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Rows:
-    """One batch of this rank, rows first; the first `valid` rows count, what follows repeats others."""
+    """One batch of this rank, rows first; the first `valid` rows count, later ones repeat others."""
 
     columns: Mapping[str, Any]
     count: int
@@ -181,7 +181,7 @@ class Source:
         return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
 
     def lacking(self, steps: int) -> list[int]:
-        """The steps of an epoch of so many in which this process has no row: ends of passes, if any."""
+        """Returns the steps of an epoch of so many in which this process has no row: ends of passes, if any."""
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         first = self._begun.steps + max(1, -(-left // whole)) - 1
         found = [first] if (left - 1) % whole < self._rank and first < steps else []
@@ -190,7 +190,7 @@ class Source:
         return found
 
     def begin_at(self, place: Place) -> None:
-        """Has epochs begin, or continue, at a place, until this is called again.
+        """Lets epochs begin, or continue, at a place, until the next call.
 
         Args:
             place: the beginning, or what `place_after` told with whatever number of processes.
@@ -198,7 +198,7 @@ class Source:
         self._begun = place
 
     def steps_until_end(self) -> int:
-        """Steps of an epoch of one pass, those before the place where this one goes on included."""
+        """Steps of an epoch of one pass, including those before the place where this one continues."""
         whole = self._size * self._batch_size
         return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
 
@@ -215,11 +215,11 @@ class Source:
         return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
 
     def rows_in(self, first: int, last: int) -> int:
-        """Rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
+        """Returns the rows of all processes in the steps from `first` up to, not including, `last` of an epoch."""
         return self._until(last) - self._until(first)
 
     def share(self, rows: Rows) -> float:
-        """The factor of the mean loss over a batch, before gradients are averaged over processes."""
+        """Returns the factor of the mean loss over a batch, before gradients are averaged over processes."""
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
@@ -227,7 +227,7 @@ class Source:
 
         Args:
             number: of the epoch, which gives its order.
-            steps: how many batches, those before the place where it goes on included.
+            steps: number of batches, including those before the place where it continues.
         """
         current, step, row = self._first_pass(number, steps), self._begun.steps, self._begun.row
         while step < steps and self.total:
@@ -240,13 +240,13 @@ class Source:
             current, row = current + 1, 0
 
     def _first_pass(self, number: int, steps: int) -> int:
-        """Number of the pass that an epoch of so many steps begins with, or continues with."""
+        """Returns the number of the pass that an epoch of so many steps begins with, or continues with."""
         if self._begun.number is not None:
             return self._begun.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
     def _until(self, steps: int) -> int:
-        """Rows of all processes in the steps from the place where the epoch goes on up to `steps`."""
+        """Returns the rows of all processes in the steps from the place where the epoch continues up to `steps`."""
         whole, left = self._size * self._batch_size, self.total - self._begun.row
         done, first = steps - self._begun.steps, -(-left // whole)
         if done <= first:
@@ -311,7 +311,7 @@ def sample(
     missing: Missing | None = None,
     ragged: Mapping[str, Ragged] | None = None,
 ) -> Arrays:
-    """The first rows of a data set, as a training process would get them.
+    """Returns the first rows of a data set, as a training process would get them.
 
     Args:
         url: of the data set.
@@ -331,7 +331,7 @@ def sample(
 
 
 def array(batch: Batch, name: str) -> npt.NDArray[Any]:
-    """A column of a batch, in the batch's own memory, which lives as long as the array; of texts, a copy.
+    """Returns a column of a batch, in the batch's own memory, which lives as long as the array; of texts, a copy.
 
     Args:
         batch: of the native reader.

@@ -18,7 +18,7 @@ def tidy(store: AbstractFilesystemStore, older_than: float | None, tell: Callabl
     Args:
         store: of the fit, whose own data is in use.
         older_than: age in seconds; `None` deletes nothing.
-        tell: gets what was deleted.
+        tell: receives the deleted directories.
     """
     if older_than is None:
         return

@@ -35,7 +35,7 @@ def _name(dtype: Any) -> str:
 
 
 def data_type_to_str(dtype: Any) -> str:
-    """The word for a class of Spark's types, such as `Int` for `IntegerType`.
+    """Returns the word for a class of Spark's types, such as `Int` for `IntegerType`.
 
     Raises:
         ValueError: There is none.
@@ -49,7 +49,7 @@ def data_type_to_str(dtype: Any) -> str:
 
 
 def numpy_type_to_str(dtype: Any) -> str:
-    """The word for a NumPy type, such as `Int` for `int32`.
+    """Returns the word for a NumPy type, such as `Int` for `int32`.
 
     Raises:
         ValueError: There is none.
@@ -86,7 +86,7 @@ def data_type_to_numpy(dtype: Any) -> type:
 
 
 def pyarrow_to_spark_data_type(dtype: pa.DataType) -> type:
-    """The class of Spark's types for a type of Arrow's; lists are dense vectors."""
+    """Returns the class of Spark's types for a type of Arrow's; lists are dense vectors."""
     import pyarrow as pa
     from pyspark.ml.linalg import DenseVector
     from pyspark.sql.pandas.types import from_arrow_type
@@ -95,7 +95,7 @@ def pyarrow_to_spark_data_type(dtype: pa.DataType) -> type:
 
 
 def get_output_cols(input_df_schema: StructType, output_cols: Sequence[str]) -> list[str]:
-    """The columns of a DataFrame, then those that a model adds."""
+    """Returns the columns of a DataFrame, then those that a model adds."""
     return [*input_df_schema.names, *output_cols]
 
 
@@ -105,7 +105,7 @@ def get_spark_df_output_schema(
     output_cols: Sequence[str],
     metadata: Mapping[str, Mapping[str, Any]],
 ) -> StructType:
-    """The schema of a DataFrame with a model's outputs.
+    """Returns the schema of a DataFrame with a model's outputs.
 
     Args:
         input_df_schema: the DataFrame's.

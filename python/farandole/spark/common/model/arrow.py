@@ -46,7 +46,7 @@ class Fill:
 
 
 def fill_of(fill: Any, name: str) -> Fill | None:
-    """The replacement of missing values in a column.
+    """Returns the replacement of missing values in a column.
 
     Args:
         fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands for all others.
@@ -69,7 +69,7 @@ def features(
     fixed: bool = False,
     texts: bool = False,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Columns as arrays by name, as they were in training; of nested columns padded rows and, beside them, lengths.
+    """Returns the columns as arrays by name, as in training; for nested columns padded rows and, beside them, lengths.
 
     Args:
         batch: whose columns go by number.
@@ -99,7 +99,7 @@ def features(
 
 
 def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
-    """The column as one array whose first axis is rows: `(rows,)` for scalars, `(rows, length, ...)` for the rest.
+    """Returns the column as one array with rows as first axis: `(rows,)` for scalars, else `(rows, length, ...)`.
 
     Values become what they became in prepared data: decimals float64, dates whole days and timestamps whole units since
     the epoch.
@@ -138,7 +138,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
-    """Rows of a matrix as dense Spark vectors.
+    """Returns the rows of a matrix as dense Spark vectors.
 
     Args:
         values: shape `(rows, length)`.

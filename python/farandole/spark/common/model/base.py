@@ -174,7 +174,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return own.drift(df, optional=labels, **reading)
 
     def explain(self) -> str:
-        """The model in words: its inputs and outputs, the treatment of missing values, its layers and parameters.
+        """Describes the model: its inputs and outputs, the treatment of missing values, its layers and parameters.
 
         Returns:
             Lines of text, which `print` shows.
@@ -202,7 +202,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         raise NotImplementedError
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
-        """The names of the classes: `class_names`, else the label's categories; `None` where they are numbers."""
+        """Returns the names of the classes: `class_names`, else the label's categories; `None` for numbers."""
         labels = self.getLabelColumns() or [""]
         return self.getClassNames() or self.getCategories().get(labels[0])
 
@@ -227,7 +227,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return Encoding.of_model(self.getCategories(), self.getFill(), self.getLearned(), self.getRagged())
 
     def _form(self, what: str) -> str:
-        """The form of the model's only output.
+        """Returns the form of the model's only output.
 
         Args:
             what: asks for it.
@@ -274,7 +274,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return Transformation(function, edits, removed).of_features(names, self.getLabelColumns() or ())
 
     def _sent_transformation(self) -> bytes | None:
-        """The same, as tasks get it."""
+        """Returns the same, as tasks get it."""
         found = self._transformation()
         return None if found is None else pickling.dumps(found)
 
@@ -296,7 +296,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return add_predictions(dataset, new, kinds, predict)
 
     def _added(self, dataset: DataFrame) -> Added | None:
-        """The columns in Spark ML's manner, if any were asked for."""
+        """Returns the columns in Spark ML's manner, if any were asked for."""
         columns = self._class_columns()
         if not columns:
             return None
@@ -316,17 +316,17 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         )
 
     def _inputs(self) -> list[list[str]]:
-        """The columns of each of the model's inputs, as in the estimator."""
+        """Returns the columns of each of the model's inputs, as in the estimator."""
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []]
 
     def history_frame(self) -> pd.DataFrame:
-        """The history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_` before it."""
+        """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the same with `val_`."""
         from farandole.runner.show.history import frame
 
         return frame(self.getHistory() or [])
 
     def plot_history(self, *names: str) -> Chart:
-        """The history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
+        """Returns the history as a chart: notebooks show it, `plot_history().save("history.svg")` writes it.
 
         Args:
             *names: which numbers, such as `"loss"`; default: all.
@@ -352,12 +352,12 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         return show(logs.rpartition(f"/{run}/")[0], run=run)
 
     def _entries(self) -> list[Entry]:
-        """The history as entries, whatever form its framework gives it."""
+        """Returns the history as entries, whatever form its framework gives it."""
         return self.getHistory() or []
 
 
 def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
-    """The form of the only output of a model.
+    """Returns the form of the only output of a model.
 
     Args:
         what: asks for it.

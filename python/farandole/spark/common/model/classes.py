@@ -101,12 +101,12 @@ class ClassParams(Parameters):
         return self._set(thresholds=[1.0 - float(value), float(value)])
 
     def _class_params(self) -> dict[str, Any]:
-        """Those that are set, by name."""
+        """Returns the parameters that are set, by name."""
         names = (*COLUMNS, "thresholds", "class_names", "output_form")
         return {name: value for name in names if (value := self.getOrDefault(name)) is not None}
 
     def _class_columns(self) -> dict[str, str]:
-        """The columns that are asked for."""
+        """Returns the columns that are asked for."""
         return {name: value for name in COLUMNS if (value := self.getOrDefault(name)) is not None}
 
 
@@ -136,7 +136,7 @@ class Added:
         return [_TYPES.get(what, types.DoubleType)() for what, _ in self.columns]
 
     def made(self, batch: pa.RecordBatch, output: Array) -> list[pa.Array]:
-        """The columns of some rows.
+        """Returns the columns of some rows.
 
         Args:
             batch: the rows.
@@ -167,7 +167,7 @@ class Added:
         return found
 
     def _label_index(self, batch: pa.RecordBatch) -> Any:
-        """The label as the index of its class; null where it is missing or no class."""
+        """Returns the label as the index of its class; null where it is missing or no class."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -209,7 +209,7 @@ def scores(output: Array, form: str) -> tuple[Array, Array]:
 
 
 def predicted(probability: Array, thresholds: Sequence[float] | None) -> Array:
-    """The class of each row, as Spark ML predicts it.
+    """Returns the class of each row, as Spark ML predicts it.
 
     Args:
         probability: (rows, classes).

@@ -46,7 +46,7 @@ class Evaluation:
         return self.metrics[name]
 
     def __str__(self) -> str:
-        """The metrics, one a line."""
+        """Returns the metrics, one a line."""
         told = [f"{'rows':<16}{self.rows:>12,}"]
         told += [f"{name:<16}{value:>12.4f}" for name, value in self.metrics.items()]
         return "\n".join(told)
@@ -102,7 +102,7 @@ class ScoreCounts:
         np.add.at(self.counts, owners.reshape(-1), counts)
 
     def area(self) -> float:
-        """The share of pairs of a row of each class whose scores are in order; equal ones count half."""
+        """Returns the share of pairs of a row of each class whose scores are in order; equal ones count half."""
         before = area = total = 0
         for first, second in self.counts.tolist():
             area += second * (2 * before + first)
@@ -238,7 +238,7 @@ class ValueSums:
 
 
 def sums(form: str, thresholds: Sequence[float] | None, *, by_score: bool = True) -> ClassSums | ValueSums:
-    """Nothing counted yet.
+    """Returns sums over no rows.
 
     Args:
         form: of the model's output.

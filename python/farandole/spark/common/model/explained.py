@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A fitted model in words: what goes in, what comes out, its layers and their parameters."""
+"""A fitted model in words: its inputs, its outputs, its layers and their parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer:
 
 
 def torch_layers(module: Any) -> list[Layer]:
-    """The layers of a module of torch: those that hold parameters of their own, and those that hold no other layer.
+    """Returns the layers of a torch module: those with their own parameters, and those without other layers.
 
     Args:
         module: of any kind. A parameter that two layers share counts where it comes first.
@@ -59,7 +59,7 @@ def torch_layers(module: Any) -> list[Layer]:
 
 
 def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A line about each input.
+    """Returns a line about each input.
 
     Args:
         signature: of the model; of one that `fit` did not make, the columns alone.
@@ -78,7 +78,7 @@ def inputs_told(signature: Sequence[Mapping[str, Any]], categories: Mapping[str,
 
 
 def fills_told(fill: Mapping[str, Any] | None, learned: Mapping[str, str]) -> list[str]:
-    """A line about each column whose missing values are replaced.
+    """Returns a line about each column whose missing values are replaced.
 
     Args:
         fill: values by column; `"*"` stands for all others.
@@ -95,11 +95,11 @@ def fills_told(fill: Mapping[str, Any] | None, learned: Mapping[str, str]) -> li
 def outputs_told(
     names: Sequence[str], outputs: Sequence[Output] | None, form: str | None, classes: Sequence[Any] | None
 ) -> list[str]:
-    """A line about each output.
+    """Returns a line about each output.
 
     Args:
         names: the columns that `transform` adds.
-        outputs: what is known of them.
+        outputs: their known properties.
         form: of the only output.
         classes: their names.
     """
@@ -115,7 +115,7 @@ def outputs_told(
 
 
 def layers_told(layers: Sequence[Layer]) -> list[str]:
-    """A table of the layers, and the sum of their parameters.
+    """Returns a table of the layers, and the sum of their parameters.
 
     Args:
         layers: in the order of the model.

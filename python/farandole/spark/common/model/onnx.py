@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parts of an export to ONNX that all frameworks share: names, rows, the file, and the check of its predictions.
 
-A file is written into a directory of its own. It gets its name only if ONNX Runtime predicts what the model predicts.
+A file is written into a directory of its own. It gets its name only if ONNX Runtime makes the same predictions as the
+model.
 """
 
 # ruff: noqa: PLC0415, SLF001 - the packages are loaded when they are asked for; of one house
@@ -47,7 +48,7 @@ class DiffersError(ValueError):
 
 
 def exportable(model: FarandoleModel, outputs: Sequence[str], *, extras: str = "onnx", more: Sequence[str] = ()) -> Any:
-    """The signature of a model that can be exported, as far as that is known before.
+    """Returns the signature of a model that can be exported, as far as that is known before.
 
     Args:
         model: the fitted model.
@@ -81,7 +82,7 @@ def exportable(model: FarandoleModel, outputs: Sequence[str], *, extras: str = "
 
 
 def names_of(signature: Signature) -> list[str]:
-    """The names of a model's inputs: those of their columns.
+    """Returns the names of a model's inputs: those of their columns.
 
     Args:
         signature: of the model.
@@ -90,7 +91,7 @@ def names_of(signature: Signature) -> list[str]:
 
 
 def some_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch:
-    """The first rows of a DataFrame, whose columns go by number.
+    """Returns the first rows of a DataFrame, whose columns go by number.
 
     Args:
         model: that will predict them.
@@ -194,7 +195,7 @@ def check(
 
 
 def reason(error: BaseException) -> str:
-    """The first two lines of an error's message, or its class if it has none.
+    """Returns the first two lines of an error's message, or its class if it has none.
 
     The error is the one that all others were raised from: those give only general advice.
 

@@ -100,7 +100,7 @@ def found_outputs(dataset: DataFrame, labels: Sequence[str], probe: Callable[[Ba
 def add_predictions(
     dataset: DataFrame, names: Sequence[str], added: Sequence[types.DataType], predict: Callable[[Batches], Batches]
 ) -> DataFrame:
-    """The DataFrame with more columns.
+    """Returns the DataFrame with more columns.
 
     Args:
         dataset: any.
@@ -115,7 +115,7 @@ def add_predictions(
 
 
 def numbered(dataset: DataFrame) -> DataFrame:
-    """The same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
+    """Returns the same with numbers for names: mapInArrow takes no names with dots or backticks, and none twice."""
     return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
 
 
@@ -149,7 +149,7 @@ def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
 
 
 def _mapped(function: Callable[[Batches], Batches]) -> Callable[[Batches], Batches]:
-    """A plain function: Spark looks at its argument's code."""
+    """Returns a plain function: Spark looks at its argument's code."""
 
     def mapped(batches: Batches) -> Batches:
         return function(batches)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
-    """The inputs of a model as plain values, for its parameter `signature`.
+    """Returns the inputs of a model as plain values, for its parameter `signature`.
 
     Args:
         inputs: with `columns`, `shape` (-1 for the rows) and `dtype`.

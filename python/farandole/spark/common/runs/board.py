@@ -84,7 +84,7 @@ class TensorboardTracker(Tracker):
         return self
 
     def report(self, record: dict[str, Any]) -> None:
-        """As `Tracker.report`."""
+        """Like `Tracker.report`."""
         now, is_step = self._clock(), record.get("kind") == "step"
         if is_step and now - self._taken >= _STEP_SECONDS * 2 ** (self._points // _POINTS):
             self._taken = now
@@ -98,7 +98,7 @@ class TensorboardTracker(Tracker):
             self._writer.write()
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """As `Tracker.model`."""
+        """Like `Tracker.model`."""
         del example
         lines: list[str] = []
         if flavor == "keras":
@@ -111,7 +111,7 @@ class TensorboardTracker(Tracker):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `Tracker.__exit__`; waits until all is written."""
+        """Like `Tracker.__exit__`; waits until all is written."""
         try:
             self._details.add(_end(failed=kind is not None), 0)
         finally:
@@ -136,11 +136,11 @@ class _Writer:
         self._thread.start()
 
     def write(self) -> None:
-        """Has the thread write what is new; does not wait for it."""
+        """Lets the thread write new entries; does not wait for it."""
         self._asked.set()
 
     def close(self) -> None:
-        """Writes what is new and ends the thread."""
+        """Writes new entries and ends the thread."""
         self._ends.set()
         self._asked.set()
         self._thread.join()
@@ -186,14 +186,14 @@ class _File:
             self._changed = True
 
     def write(self) -> None:
-        """Writes what is new into the store; what fails is tried again by the next call."""
+        """Writes new entries into the store; the next call repeats failed writes."""
         failure = self._attempt()
         if failure is not None and not self._told:
             self._told = True
             _LOG.warning("%s for TensorBoard cannot be %s; the next write tries it again", self._name, failure)
 
     def finish(self) -> None:
-        """Writes what is new for the last time."""
+        """Writes new entries for the last time."""
         failure = self._attempt()
         for _ in range(_LAST_ATTEMPTS - 1):
             if failure is None:
@@ -204,7 +204,7 @@ class _File:
             _LOG.warning("%s for TensorBoard cannot be %s; it lacks events of this fit", self._name, failure)
 
     def _attempt(self) -> str | None:
-        """Writes what is new, and returns what failed."""
+        """Writes new entries, and returns the failures."""
         with self._lock:
             if not self._changed:
                 return None
@@ -224,7 +224,7 @@ class _File:
 
 
 def _record(**fields: Any) -> bytes:
-    """An event, as a file has it."""
+    """Returns an event, as a file has it."""
     data = io.BytesIO()
     event = _library("compat.proto.event_pb2").Event(wall_time=time.time(), **fields)
     _library("summary.writer.record_writer").RecordWriter(data).write(event.SerializeToString())
@@ -232,12 +232,12 @@ def _record(**fields: Any) -> bytes:
 
 
 def _library(name: str) -> Any:
-    """A module of TensorBoard. None of those that are used here loads TensorFlow."""
+    """Returns a module of TensorBoard. None of those that are used here loads TensorFlow."""
     return import_module(f"tensorboard.{name}")
 
 
 def _end(*, failed: bool) -> Any:
-    """The end of a run, as the tab HParams shows it."""
+    """Returns the end of a run, as the tab HParams shows it."""
     metadata, messages = _library("plugins.hparams.metadata"), _library("plugins.hparams.plugin_data_pb2")
     statuses = _library("plugins.hparams.api_pb2")
     status = statuses.STATUS_FAILURE if failed else statuses.STATUS_SUCCESS

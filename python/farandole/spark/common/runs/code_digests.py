@@ -35,7 +35,7 @@ _WRAPPERS = 32
 
 
 def local_name(value: Any) -> str:
-    """The name of a function or class, without that of the function it was made in.
+    """Returns the name of a function or class, without that of the function it was made in.
 
     Args:
         value: a function or a class.
@@ -44,7 +44,7 @@ def local_name(value: Any) -> str:
 
 
 def is_users(value: Any) -> bool:
-    """Whether a function, a class or an object's class is neither of Python's library nor of a framework.
+    """Returns whether a function, a class or an object's class is neither of Python's library nor of a framework.
 
     Args:
         value: a function, a class, or an object.
@@ -54,7 +54,7 @@ def is_users(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's own modules.
+    """Returns whether a value is an object of a class of the user's own modules.
 
     Args:
         value: any.
@@ -63,7 +63,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value is a torch module.
+    """Returns whether a value is a torch module.
 
     Args:
         value: any.
@@ -73,7 +73,7 @@ def is_module(value: Any) -> bool:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a value is a function or a class that Python code defines.
+    """Returns whether a value is a function or a class that Python code defines.
 
     Args:
         value: any.
@@ -89,7 +89,7 @@ def _module_of(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor or an array of a framework.
+    """Returns whether a value is a tensor or an array of a framework.
 
     Args:
         value: any.
@@ -108,7 +108,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
-    """A function in decorators of Python's library or of a framework, and the plain values that those hold.
+    """Returns a function in decorators of Python's library or of a framework, and the plain values that those hold.
 
     Args:
         value: any.
@@ -124,7 +124,7 @@ def of_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
 
 
 def _layers(value: Any) -> list[Any] | None:
-    """Decorators that are not the user's, from the outermost on, and what is in them."""
+    """Decorators that are not the user's, from the outermost on, and the values in them."""
     found = [value]
     while len(found) <= _WRAPPERS and not isinstance(value, types.MethodType) and not is_users(value):
         value = getattr(value, "__dict__", {}).get("__wrapped__")
@@ -147,7 +147,7 @@ def _plain_cells(value: Any) -> Iterator[Any]:
 
 
 def of_function(value: types.FunctionType, go: Callable[..., Any]) -> list[Any]:
-    """A function: its code, its defaults, what its closure holds, and what it refers to.
+    """Returns a function: its code, its defaults, what its closure holds, and what it refers to.
 
     Args:
         value: the function.
@@ -165,7 +165,7 @@ def of_function(value: types.FunctionType, go: Callable[..., Any]) -> list[Any]:
 
 
 def of_class(value: type, go: Callable[[Any], Any]) -> list[Any]:
-    """A class: its functions, plain values and objects of the user's classes, and its bases.
+    """Returns a class: its functions, plain values and objects of the user's classes, and its bases.
 
     Args:
         value: the class.
@@ -185,7 +185,7 @@ def _members(value: type) -> Iterator[tuple[str, Any]]:
 
 
 def _functions(value: Any) -> list[Any]:
-    """The functions of a member of a class: of methods, properties, and what wraps them."""
+    """Returns the functions of a member of a class: of methods, properties, and what wraps them."""
     if isinstance(value, property):
         return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
     if isinstance(value, staticmethod | classmethod):
@@ -211,7 +211,7 @@ def _used(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _counts(value: Any, module: str) -> bool:
-    """Whether an object that a function names belongs to the function's behaviour."""
+    """Returns whether an object that a function names belongs to the function's behaviour."""
     if isinstance(value, (*_PLAIN, functools.partial)) or is_array(value) or is_module(value):
         return True
     if isinstance(value, types.MethodType):
@@ -224,7 +224,7 @@ def _counts(value: Any, module: str) -> bool:
 
 
 def _is_followed(module: str) -> bool:
-    """Whether a module is the user's own. Installed packages change only with their versions."""
+    """Returns whether a module is the user's own. Installed packages change only with their versions."""
     if module == "__main__":
         return True
     package = module.partition(".")[0]
@@ -248,7 +248,7 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _code(code: types.CodeType, doc: str | None = None) -> list[Any]:
-    """The code itself, without its place, its comments and its docstring."""
+    """Returns the code itself, without its place, its comments and its docstring."""
     constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
     if doc is not None and constants and code.co_consts[0] == doc:
         constants[0] = _constant(None)
@@ -258,7 +258,7 @@ def _code(code: types.CodeType, doc: str | None = None) -> list[Any]:
 
 
 def _steps(code: types.CodeType) -> list[str]:
-    """The instructions of a class's body, without those that store the number of its line."""
+    """Returns the instructions of a class's body, without those that store the number of its line."""
     steps = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     store = next((at for at, (_, argument) in enumerate(steps) if argument == _LINE), 0)
     kept = steps[: max(store - 1, 0)] + steps[store + 1 :]

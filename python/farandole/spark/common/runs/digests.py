@@ -49,7 +49,7 @@ _HEX = 16
 
 
 def digest(value: Any) -> str:
-    """A digest of any value, as 16 hexadecimal digits.
+    """Returns a digest of any value, as 16 hexadecimal digits.
 
     Args:
         value: plain, or of any class; what cannot be looked into counts by its class.
@@ -58,7 +58,7 @@ def digest(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A few words about a value, for people.
+    """Returns a few words about a value, for people.
 
     Args:
         value: any.
@@ -79,7 +79,7 @@ def short(value: Any) -> str:
 
 
 def class_name(value: Any) -> str:
-    """The name of a value's class, without that of the function it was made in.
+    """Returns the name of a value's class, without that of the function it was made in.
 
     Args:
         value: any.
@@ -88,7 +88,7 @@ def class_name(value: Any) -> str:
 
 
 def arrays(named: Mapping[str, Any]) -> str:
-    """A digest of tensors by name: their shapes, types and values.
+    """Returns a digest of tensors by name: their shapes, types and values.
 
     Args:
         named: of torch, or of anything that NumPy takes.
@@ -100,7 +100,7 @@ def arrays(named: Mapping[str, Any]) -> str:
 
 
 def module(value: Any) -> list[Any]:
-    """The architecture of a torch module: its parts by name, their classes, what they say, and the shapes they hold.
+    """Describes the architecture of a torch module: its parts by name, their classes, their texts and shapes.
 
     Args:
         value: a `torch.nn.Module`.
@@ -111,7 +111,7 @@ def module(value: Any) -> list[Any]:
 
 
 def _of_part(part: Any) -> list[Any]:
-    """A module's own description; for a user's module, or one without one, its plain values, functions and objects."""
+    """Describes a module by its own text; a user's module, or one without text, by its values and functions."""
     words = part.extra_repr()
     if words and not is_users(type(part)):
         return [words]
@@ -150,7 +150,7 @@ def _array(value: Any) -> str:
 class _Telling:
     """Values as JSON that is the same in every process.
 
-    Each function, class and object of a user's class is told once, and named by a number.
+    Each function, class and object of a user's class is written once, and then named by a number.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class _Telling:
         self._code: list[Any] = []
 
     def whole(self, value: Any) -> list[Any]:
-        """A value, and after it all functions, classes and objects that it leads to."""
+        """Returns a value, and after it all functions, classes and objects that it leads to."""
         first = self._told(value, 0, (), named=False)
         return [first, [self._body(one) for one in self._code]]  # which finds more on the way
 
@@ -169,7 +169,7 @@ class _Telling:
         return of_class(value, go) if inspect.isclass(value) else _object(value, go, named=True)
 
     def _told(self, value: Any, depth: int, above: tuple[int, ...], *, named: bool) -> Any:
-        """A value; torch modules that code names, or that objects have, are told as a model is: without parameters."""
+        """Returns a value; torch modules in code or objects are written as a model is: without parameters."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         tell = next((tell for kinds, tell in _PLAIN if isinstance(value, kinds)), None)
@@ -192,7 +192,7 @@ def _is_told_once(value: Any) -> bool:
 
 
 def _other(value: Any, go: Any, *, named: bool) -> Any:
-    """A value that has no entry in `_PLAIN`, and is told wherever it is found."""
+    """Returns a value that has no entry in `_PLAIN`, and is written each time that it is found."""
     wrapper = of_wrapper(value, go)
     if wrapper is not None:
         return wrapper
@@ -221,7 +221,7 @@ def _list(value: list[Any] | tuple[Any, ...], go: Any) -> Any:
 
 
 def _more(value: Any) -> dict[str, int]:
-    """The length of a collection that is too long to be told as a whole."""
+    """Returns the length of a collection that is too long to be told as a whole."""
     return {"length": len(value)} if len(value) > _MOST else {}
 
 
@@ -230,7 +230,7 @@ def _first(pair: tuple[str, Any]) -> str:
 
 
 def _key(value: Any) -> str:
-    """A word to sort by, which is the same in another process."""
+    """Returns a word to sort by, which is the same in another process."""
     if inspect.isroutine(value) or inspect.isclass(value):
         return local_name(value)
     if isinstance(value, frozenset | tuple):
@@ -240,7 +240,7 @@ def _key(value: Any) -> str:
 
 
 def _object(value: Any, go: Any, *, named: bool) -> Any:
-    """An object of any other class."""
+    """Returns an object of any other class."""
     kind, torch = go(type(value)), sys.modules.get("torch")
     if is_module(value):
         held = dict(value.named_buffers()) if named else value.state_dict()
@@ -251,7 +251,7 @@ def _object(value: Any, go: Any, *, named: bool) -> Any:
 
 
 def _kept(value: Any, torch: Any) -> dict[str, Any]:
-    """The arguments with which an object was created, as far as its class shows them."""
+    """Returns the arguments with which an object was created, as far as its class shows them."""
     if torch is not None and isinstance(value, torch.optim.Optimizer):
         return {"groups": optimizer(value)}
     if hasattr(value, "get_config"):  # of Keras
@@ -267,14 +267,14 @@ def _kept(value: Any, torch: Any) -> dict[str, Any]:
 
 
 def _public(value: Any) -> dict[str, Any]:
-    """The public attributes of an object that count, and what it wraps as a decorator."""
+    """Returns the public attributes of an object that count, and what it wraps as a decorator."""
     own = getattr(value, "__dict__", {})
     wrapped = {"__wrapped__": own["__wrapped__"]} if "__wrapped__" in own else {}
     return wrapped | dict(_of(own, _counts))
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute of an object says how it works.
+    """Returns whether an attribute of an object says how it works.
 
     Numbers, words, arrays, collections, functions, and objects of the user's classes do.
     """

@@ -15,9 +15,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from farandole._native.store import Store
-from farandole.data.marks import Mark
 from farandole.spark.common.runs.fingerprint import Fingerprint
 from farandole.stores import durable
+from farandole.stores.marks import Mark
+from farandole.stores.tenure import RunInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,10 +33,6 @@ _MAPPED: ContextVar[bool] = ContextVar("farandole_mapped", default=False)
 
 _LASTS = 600.0
 """Seconds after which a driver elsewhere that says nothing no longer holds its run: it was killed, or lost its host."""
-
-
-class RunInUseError(RuntimeError):
-    """Another driver trains the run."""
 
 
 class RunDiffersError(ValueError):
@@ -57,7 +54,7 @@ def mapped(given: bool) -> Iterator[None]:
 
 
 def name_of(run_id: str, fingerprint: Fingerprint) -> str:
-    """The run of one fit: as the user named it, and in a tuner or with a map of parameters with a suffix of its own.
+    """Returns the run of one fit: the user's name, with a suffix in a tuner or with a map of parameters.
 
     Args:
         run_id: the user's name.

@@ -39,7 +39,7 @@ DECIDE = frozenset(
 )  # fmt: skip
 """Another value makes another run."""
 LENGTH = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
-"""When a run ends: a run may go on for longer, and each fit of a tuner has its own."""
+"""Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner has its own."""
 ELSEWHERE = frozenset(
     {
         "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose", "partitions_per_process", "run_id",
@@ -56,7 +56,7 @@ ELSEWHERE = frozenset(
 """The result does not depend on it, or only on the last digits.
 
 `num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here nevertheless, because a
-run must be able to go on with the processes that there are, as an elastic job does.
+run must be able to continue with the available processes, as an elastic job does.
 """
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
@@ -95,7 +95,7 @@ class Part:
 
     @classmethod
     def of(cls, name: str, value: Any, told: str | None = None) -> Self:
-        """The part that a value is.
+        """Returns the part that a value is.
 
         Args:
             name: what messages call it.
@@ -114,7 +114,7 @@ class Difference:
     after: str
 
     def __str__(self) -> str:
-        """One clause about it."""
+        """Returns one clause about it."""
         if self.before == self.after:
             return f"{self.name} is another {self.after}"
         return f"{self.name} was {self.before} and is {self.after}"
@@ -139,7 +139,7 @@ class Fingerprint:
         return [Difference(name, old.told, new.told) for old, new, name in pairs if old.digest != new.digest]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
-        """Whether the initial weights of a fit's model differ from those of the run.
+        """Returns whether the initial weights of a fit's model differ from those of the run.
 
         Args:
             now: the fingerprint of that fit.
@@ -154,13 +154,13 @@ class Fingerprint:
         return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
 
     def to_json(self) -> str:
-        """As text for a file."""
+        """Returns the fingerprint as text for a file."""
         parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
         return json.dumps({"version": _VERSION, "parts": parts}, indent=1)
 
     @classmethod
     def of_json(cls, text: bytes | str) -> Self | None:
-        """The fingerprint of a file; `None` where it cannot be read, or is of another version.
+        """Returns the fingerprint of a file; `None` where it cannot be read, or is of another version.
 
         Args:
             text: what `to_json` returned.
@@ -176,7 +176,7 @@ class Fingerprint:
 
 
 def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE) -> list[Part]:
-    """The parameters of an estimator that decide the result.
+    """Returns the parameters of an estimator that decide the result.
 
     Args:
         estimator: whose they are.
@@ -198,7 +198,7 @@ def parameters(estimator: EstimatorParams, without: Iterable[str], names: frozen
 
 
 def of_data(prepared: PreparedData) -> list[Part]:
-    """The rows on each side, by what their manifests say, or the footers of files from other programs.
+    """Returns the rows on each side, by what their manifests say, or the footers of files from other programs.
 
     Args:
         prepared: the data.

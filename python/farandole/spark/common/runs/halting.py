@@ -67,7 +67,7 @@ class Stop:
         return {VARIABLE: self._token} if self.in_order else {}
 
     def ask(self) -> None:
-        """Has the fit end after the step under way, or the epoch where the framework cannot end within one.
+        """Ends the fit after the present step, or after the epoch if the framework cannot end within one.
 
         Raises:
             OSError: The store cannot be written.
@@ -95,7 +95,7 @@ class Stop:
         _thread.interrupt_main()
 
     def check(self) -> None:
-        """Called when something is heard of the workers.
+        """Called when a worker has sent something.
 
         Raises:
             RuntimeError: The fit is to end at once, and its thread gets no `KeyboardInterrupt`, like those of a search.
@@ -104,7 +104,7 @@ class Stop:
             raise RuntimeError("the fit was ended, as asked for in the notebook")
 
     def is_news(self) -> bool:
-        """Whether the fit was asked to end since the last call."""
+        """Returns whether the fit was asked to end since the last call."""
         news = self.asked and not self._told
         self._told = self.asked
         return news
@@ -146,7 +146,7 @@ class Halt:
         self._since = self._clock()
 
     def after_step(self, rank: int) -> bool:
-        """Whether the run ends after this step. It is a collective call once a second, about.
+        """Returns whether the run ends after this step. It is a collective call once a second, about.
 
         Args:
             rank: Of this process.
@@ -162,7 +162,7 @@ class Halt:
         return found
 
     def after_epoch(self, rank: int) -> bool:
-        """Whether the run ends after this epoch; a collective call.
+        """Returns whether the run ends after this epoch; a collective call.
 
         Args:
             rank: Of this process.

@@ -42,7 +42,7 @@ class Monitor:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """A monitor, the name of one, or a dict of its fields.
+        """Returns a monitor, the name of one, or a dict of its fields.
 
         Raises:
             TypeError: something else, or a field that there is not.
@@ -58,7 +58,7 @@ class Monitor:
         )
 
     def value(self, entry: Entry) -> float:
-        """The number in an epoch's entry.
+        """Returns the number in an epoch's entry.
 
         Raises:
             ValueError: the history has no such number; the message names those it has.
@@ -71,7 +71,7 @@ class Monitor:
         return row[name]
 
     def is_better(self, new: float, old: float | None) -> bool:
-        """Whether a number is better than the best so far; one that is no number never is."""
+        """Returns whether a number is better than the best so far; one that is no number never is."""
         if math.isnan(new):
             return False
         if old is None:
@@ -108,12 +108,12 @@ class EarlyStopping(Monitor):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """As `Monitor.of`; a number alone is the patience."""
+        """Like `Monitor.of`; a number alone is the patience."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(patience=value)
         return super().of(value)
 
     def is_over(self, history: list[Entry]) -> bool:
-        """Whether the run has become no better for `patience` epochs."""
+        """Returns whether the run has become no better for `patience` epochs."""
         best = self.best(history)
         return len(history) - 1 - (-1 if best is None else best) >= self.patience

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def trackers_of(estimator: EstimatorParams, job: Any, prepared: PreparedData, fingerprint: Fingerprint) -> Tracker:
-    """The trackers of a run: MLflow, Weights & Biases and TensorBoard, if requested.
+    """Returns the trackers of a run: MLflow, Weights & Biases and TensorBoard, if requested.
 
     Args:
         estimator: whose parameters ask for them.
@@ -40,7 +40,7 @@ def trackers_of(estimator: EstimatorParams, job: Any, prepared: PreparedData, fi
 
 
 def plain_parameters(estimator: EstimatorParams) -> dict[str, Any]:
-    """The parameters of an estimator whose values are numbers, words, or lists of them.
+    """Returns the parameters of an estimator whose values are numbers, words, or lists of them.
 
     Args:
         estimator: whose they are.

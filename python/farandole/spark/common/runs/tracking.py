@@ -92,19 +92,19 @@ class Trackers(Tracker):
         return self
 
     def report(self, record: dict[str, Any]) -> None:
-        """As `Tracker.report`."""
+        """Like `Tracker.report`."""
         for one in self._all:
             one.report(record)
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """As `Tracker.model`."""
+        """Like `Tracker.model`."""
         for one in self._all:
             one.model(model, flavor, example)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `Tracker.__exit__`."""
+        """Like `Tracker.__exit__`."""
         self._open.__exit__(kind, error, traceback)
 
 
@@ -133,7 +133,7 @@ class _Service(Tracker):
         self._parameters = parameters
 
     def __enter__(self) -> Self:
-        """Starts the run, if none is active, and logs what is known of it."""
+        """Starts the run, if none is active, and logs its known facts."""
         if self._own:
             self._start()
         try:
@@ -147,13 +147,13 @@ class _Service(Tracker):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """As `Tracker.__exit__`."""
+        """Like `Tracker.__exit__`."""
         if self._own:
             self._finish(failed=kind is not None)
 
     @abstractmethod
     def _is_active(self) -> bool:
-        """Whether the user has a run."""
+        """Returns whether the user has a run."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -186,7 +186,7 @@ class WandbTracker(_Service):
         self._run.config.update(self._parameters, allow_val_change=True)
 
     def report(self, record: dict[str, Any]) -> None:
-        """As `Tracker.report`."""
+        """Like `Tracker.report`."""
         if record.get("kind") == "epoch":
             # The epoch is a value and no step: W&B drops a step below its last one, as in an active run that has more,
             # or for epochs that are repeated after a restart.
@@ -248,14 +248,14 @@ class MlflowTracker(_Service):
         self._library.log_input(dataset, context=context)
 
     def report(self, record: dict[str, Any]) -> None:
-        """As `Tracker.report`."""
+        """Like `Tracker.report`."""
         if record.get("kind") == "epoch":
             row = flat(record["entry"])
             epoch = int(row.pop("epoch"))
             self._library.log_metrics({name: float(value) for name, value in row.items()}, step=epoch)
 
     def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """As `Tracker.model`."""
+        """Like `Tracker.model`."""
         module = import_module(f"mlflow.{flavor}")
         log = module.log_model
         known = inspect.signature(log).parameters

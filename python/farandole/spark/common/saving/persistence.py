@@ -53,7 +53,7 @@ class ParamsWriter(MLWriter):
         raise NotImplementedError
 
     def _handleOverwrite(self, path: str) -> None:
-        """Leaves what is there, which Spark ML would delete first: it goes when the new object can be read."""
+        """Leaves the old object, which Spark ML would delete first, until the new one can be read."""
 
     def saveImpl(self, path: str) -> None:
         """Writes the object to a path."""
@@ -88,7 +88,7 @@ class ParamsReader(MLReader[T]):
         self.allowed: bool | None = None
 
     def allow_pickle(self, allowed: bool = True) -> Self:
-        """Whether pickled code that was saved may run; without this, the variable `FARANDOLE_ALLOW_PICKLE` says.
+        """Permits or forbids pickled code that was saved; by default, `FARANDOLE_ALLOW_PICKLE` decides.
 
         Args:
             allowed: refused before anything runs, where it is `False`.
@@ -100,7 +100,7 @@ class ParamsReader(MLReader[T]):
         """Refuses pickled code, or says that it runs now.
 
         Args:
-            path: of what is loaded.
+            path: of the object to load.
             instead: how to do without, in a clause.
 
         Raises:
@@ -110,7 +110,7 @@ class ParamsReader(MLReader[T]):
         _log.warning("loading from %s runs the code pickled in it: load only what you trust%s", path, instead)
 
     def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
-        """Sets what is no JSON.
+        """Sets the parts that are no JSON.
 
         Args:
             loaded: with its plain parameters.
@@ -142,7 +142,7 @@ class ParamsReader(MLReader[T]):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON holds a value as it is."""
+    """Returns whether JSON holds a value as it is."""
     if isinstance(value, list):
         return all(is_plain(one) for one in value)
     return value is None or isinstance(value, str | int | float | bool)

@@ -24,7 +24,7 @@ _log = logging.getLogger("farandole")
 
 
 def told(values: dict[str, Any]) -> dict[str, Any]:
-    """The saved parts of an estimator's store and backend, as JSON.
+    """Returns the saved parts of an estimator's store and backend, as JSON.
 
     Args:
         values: parameters that are set, by name.
@@ -70,7 +70,7 @@ def put(loaded: Any, saved: Any, path: str) -> None:
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Whether a value is of a class of ours, and not of one derived from it, whose arguments nobody knows."""
+    """Returns whether a value is of a class of ours, and not of one derived from it, whose arguments are unknown."""
     kind = type(value)
     module = CLASSES[name].get(kind.__name__)
     if module is None or kind.__module__.partition(".")[0] != "farandole":

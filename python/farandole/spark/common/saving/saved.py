@@ -10,8 +10,8 @@ file that appears as a whole. From then on the new save is valid: readers use th
 old files are deleted last. If a step fails, one complete save remains, and the next `overwrite` deletes the rest.
 
 Saves of earlier versions have no "save" in their metadata, and their files are directly in `data/`. They are read, too.
-Earlier versions read what is written here: a directory `save=<id>` is a partition to Spark. A save of a newer format is
-refused.
+Earlier versions can read the files that are written here: a directory `save=<id>` is a partition to Spark. A save of a
+newer format is refused.
 
 Spark writes and reads if it has a file system for the path's scheme. Otherwise, for example for `s3://`, `gs://` and
 `az://` on most installations, the native store does, with the credentials of the environment. Both see the same files.
@@ -80,7 +80,7 @@ class _Files(Protocol):
     """The reader and writer of the directory; names are relative to it."""
 
     def exists(self) -> bool:
-        """Whether an object is there, or a part of one."""
+        """Returns whether an object is there, or a part of one."""
         ...
 
     def names(self) -> list[str] | None:
@@ -142,7 +142,7 @@ class Saved:
         before, old = _saves(self._files.texts()), self._files.names()
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(
-                f"Spark Connect cannot delete what is there, and that is of another class ({before[0]['class']}): "
+                f"Spark Connect cannot delete the old object there, which is of another class ({before[0]['class']}): "
                 f"delete it, or choose another path: {self._path}"
             )
         identity = uuid.uuid4().hex
@@ -168,13 +168,13 @@ class Saved:
                 )
 
     def _synchronize(self) -> None:
-        """Has a file system of this host keep what was written, before anything follows that needs it."""
+        """Syncs written data on a file system of this host, before any step that needs it."""
         directory = self._files.local()
         if directory is not None and directory.is_dir():
             durable.synchronize(directory)
 
     def metadata(self, kind: str | None = None) -> dict[str, Any]:
-        """The JSON of the last complete save.
+        """Returns the JSON of the last complete save.
 
         Args:
             kind: class whose save is preferred, where an overwriting save of another one was cut off.
@@ -190,13 +190,13 @@ class Saved:
         version = last.get("save", {}).get("format", FORMAT)
         if version > FORMAT:
             raise ValueError(
-                f"what is saved at {self._path} has format {version}, and this version of Farandole reads up to format "
-                f"{FORMAT}: load it with the version that saved it, or a newer one"
+                f"the object saved at {self._path} has format {version}, and this version of Farandole reads up to "
+                f"format {FORMAT}: load it with the version that saved it, or a newer one"
             )
         return last
 
     def parts(self, metadata: dict[str, Any]) -> dict[str, bytes]:
-        """The parts that belong to metadata.
+        """Returns the parts that belong to metadata.
 
         Args:
             metadata: as `metadata` returned it.
@@ -352,7 +352,7 @@ def _rows(store: native.Store, directory: str) -> Iterator[_Row]:
 
 
 def _allowed() -> int:
-    """The value of the variable; 0 if it is not set.
+    """Returns the value of the variable; 0 if it is not set.
 
     Raises:
         ValueError: it is no number of bytes.
@@ -364,7 +364,7 @@ def _allowed() -> int:
 
 
 def _read(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
-    """As `_rows`, of files that are there."""
+    """Like `_rows`, of files that are there."""
     files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
     rows = reader.Reader(files, columns=_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1)
     kinds = [(one.name, one.dtype, one.shape) for one in rows.columns]
@@ -380,19 +380,19 @@ def _read(store: native.Store, where: str, names: list[str], most: int) -> Itera
 
 
 def _value(row: reader.Batch, name: str) -> bytes:
-    """The value of a column in a batch of one row."""
+    """Returns the value of a column in a batch of one row."""
     bounds, values = row.texts(name)
     first, last = bounds.cast("q")
     return bytes(values[first:last])
 
 
 def _is_visible(name: str) -> bool:
-    """Whether a file counts: Spark's marks and checksums go with their files."""
+    """Returns whether a file counts: Spark's marks and checksums go with their files."""
     return not name.rpartition("/")[2].startswith(("_", "."))
 
 
 def _saves(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The objects of Spark ML among the lines; half a line is none."""
+    """Returns the objects of Spark ML among the lines; half a line is none."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):

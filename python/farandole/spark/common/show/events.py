@@ -23,7 +23,7 @@ _HIDDEN = ("epoch", "seconds", "rows")
 
 
 def scalars(history: list[Entry]) -> bytes:
-    """The whole file: `train/loss`, `val/loss`, `train/<metric>` and `val/<metric>` of every epoch.
+    """Returns the whole file: `train/loss`, `val/loss`, `train/<metric>` and `val/<metric>` of every epoch.
 
     Args:
         history: one entry per epoch.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Where the time of one rank's steps goes: for Spark's Training tab, the run viewer, and the rank's timeline.
+"""The time of each part of a rank's step: for Spark's Training tab, the run viewer, and the rank's timeline.
 
-Nothing is measured where nobody wants to know.
+Nothing is measured unless requested.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Meter:
     `reducing` measure.
 
     Attributes:
-        on: Whether somebody wants to know the means.
+        on: Whether the means are requested.
         traced: Whether a timeline is written.
 
     Args:
-        on: Whether somebody wants to know; default: whether this worker's driver shows it.
-        say: Gets what was measured.
+        on: Whether the means are requested; default: whether this worker's driver shows them.
+        say: Receives the measured values.
         clock: In seconds.
         sees_data: Whether `batch_begins` is called when the rows of a step are there, and not before they are read.
     """
@@ -70,7 +70,7 @@ class Meter:
         self._steps, self._all, self._data, self._reduce = 0, 0.0, 0.0, 0.0
 
     def epoch_begins(self) -> None:
-        """What came before, as a validation, belongs to no step."""
+        """Starts the epoch's first step: time before it, such as that of validation, belongs to no step."""
         self._last = self._clock()
         self._close()
         self.traced = timeline.has_timeline()
@@ -124,7 +124,7 @@ class Meter:
             self._tell()
 
     def tell(self) -> None:
-        """Says what was measured since the last time; no step is under way."""
+        """Reports the values measured since the last report; no step is in progress."""
         self._close()
         self._tell()
 

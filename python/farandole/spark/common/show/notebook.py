@@ -45,24 +45,24 @@ class Notebook(Progress):
         self._handle: Any = display(HTML(self._page()), display_id=True)
 
     def message(self, text: str) -> None:
-        """As `Progress.message`."""
+        """Like `Progress.message`."""
         self._lines.append(text)
         self._draw(now=True)
 
     def told(self) -> Ranks:
-        """As `Progress.told`."""
+        """Like `Progress.told`."""
         return self._ranks
 
     @contextlib.contextmanager
     def offering(self, stop: Stop) -> Iterator[Stop]:
-        """As `Progress.offering`. The button is an output of its own, which is not drawn again during a click."""
+        """Like `Progress.offering`. The button is an output of its own, which is not drawn again during a click."""
         from farandole.spark.common.show.stop_button import button
 
         with button(stop):
             yield stop
 
     def step(self, report: dict[str, Any]) -> None:
-        """As `Progress.step`."""
+        """Like `Progress.step`."""
         place = report["epoch"] + report["step"] / max(report["steps"], 1)
         self._left.step(report)
         if self._steps and place <= self._steps[-1][0]:
@@ -77,7 +77,7 @@ class Notebook(Progress):
         self._draw(now=False)
 
     def epoch(self, report: dict[str, Any]) -> None:
-        """As `Progress.epoch`."""
+        """Like `Progress.epoch`."""
         entry = report["entry"]
         self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
         self._history.append(entry)
@@ -106,7 +106,7 @@ class Notebook(Progress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draws what came last."""
+        """Draws the last values."""
         if error is not None:
             self._now = f"ended by {type(error).__name__}"
             self._left.ends()

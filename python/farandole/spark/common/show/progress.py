@@ -31,7 +31,7 @@ _HIDDEN = ("epoch", "seconds", "rows")
 _SURE_SECONDS = 1.0
 """Before that, the speed of a fit is not known."""
 _SHOWN = {"step": ("epochs", "steps", "rows_per_second"), "epoch": ("epochs", "steps", "rows_per_second")}
-"""What estimators add to a report, by its kind."""
+"""Values that estimators add to a report, by its kind."""
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -81,7 +81,7 @@ class Progress(AbstractContextManager["Progress"]):
 class Remaining:
     """The time that a fit still needs at its present speed.
 
-    What was done before the first report does not count, since a run may continue from a checkpoint.
+    Steps before the first report do not count, because a run may continue from a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Remaining:
         self._begun = None
 
     def __str__(self) -> str:
-        """A text such as `about 5 min left`; empty if the time is not known."""
+        """Returns a text such as `about 5 min left`; empty if the time is not known."""
         if self._begun is None or not self._begun[1] < self.done < 1:
             return ""
         began, before = self._begun
@@ -137,11 +137,11 @@ class Lines(Progress):
         self._spoken: float | None = None
 
     def message(self, text: str) -> None:
-        """As `Progress.message`."""
+        """Like `Progress.message`."""
         print(text, file=self._stream, flush=True)
 
     def step(self, report: dict[str, Any]) -> None:
-        """As `Progress.step`."""
+        """Like `Progress.step`."""
         self._left.step(report)
         now = time.monotonic()
         self._spoken = now if self._spoken is None else self._spoken
@@ -151,7 +151,7 @@ class Lines(Progress):
             self._line(f"{place}  loss {report['loss']:.4f}", report)
 
     def epoch(self, report: dict[str, Any]) -> None:
-        """As `Progress.epoch`."""
+        """Like `Progress.epoch`."""
         self._left.epoch(report)
         self._spoken = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
@@ -185,16 +185,16 @@ class Bar(Progress):
         self._left = Remaining()
 
     def message(self, text: str) -> None:
-        """As `Progress.message`."""
+        """Like `Progress.message`."""
         self._rich.console.print(text, markup=False, highlight=False)
 
     def step(self, report: dict[str, Any]) -> None:
-        """As `Progress.step`."""
+        """Like `Progress.step`."""
         self._left.step(report)
         self._show(report["epoch"], report["epochs"], report["step"], report["steps"], report)
 
     def epoch(self, report: dict[str, Any]) -> None:
-        """As `Progress.epoch`."""
+        """Like `Progress.epoch`."""
         self._left.epoch(report)
         row = flat(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}
@@ -222,7 +222,7 @@ class Bar(Progress):
 
 
 def progress(verbose: int) -> Progress:
-    """The right way to show a fit here.
+    """Returns the right way to show a fit here.
 
     Args:
         verbose: the estimator's parameter.
@@ -255,7 +255,7 @@ def scores(entry: dict[str, Any]) -> str:
 
 
 def _told(seconds: float) -> str:
-    """A time in the unit that a reader would choose."""
+    """Returns a time in the unit that a reader would choose."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -40,7 +40,7 @@ class Ranks(Told):
         self._ranks: list[dict[str, Any]] = []
 
     def put(self, run: str, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        """As `Told.put`."""
+        """Like `Told.put`."""
         del run, logged
         if key == "ranks":
             self._ranks = list(body["ranks"])
@@ -53,7 +53,7 @@ class Ranks(Told):
 
 
 def table(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """The table of some ranks, in HTML.
+    """Returns the table of some ranks, in HTML.
 
     Args:
         ranks: As `Training` tells them.
@@ -78,7 +78,7 @@ def table(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def state(rank: Mapping[str, Any], usual: float | None) -> str:
-    """The state of a rank in a word.
+    """Returns the state of a rank in a word.
 
     Args:
         rank: As `Training` tells it.
@@ -94,7 +94,7 @@ def state(rank: Mapping[str, Any], usual: float | None) -> str:
 
 
 def _own(rank: Mapping[str, Any]) -> float | None:
-    """Seconds of a step without its wait for the others; `None` where the rank does not measure that wait."""
+    """Returns the seconds of a step without its wait for the others; `None` if the rank does not measure it."""
     step: Any = rank.get("step_seconds")
     reduce: Any = rank.get("reduce_seconds")
     return step - reduce if _is_number(step) and _is_number(reduce) else None

@@ -138,7 +138,7 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
 
 
 def page(link: str, *, in_order: bool) -> str:
-    """The button in HTML, without any library.
+    """Returns the button in HTML, without any library.
 
     Args:
         link: Of the server.
@@ -201,7 +201,7 @@ def _plain(stop: Stop) -> Callable[[], None]:
 
 
 def _widget(stop: Stop) -> Callable[[], None] | None:
-    """The widget, where there is one whose clicks come while a cell runs."""
+    """Returns the widget, where there is one whose clicks come while a cell runs."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(getattr(shell, "kernel", None), "shell_channel_thread", None) is None:
         return None
@@ -220,7 +220,7 @@ def _widget(stop: Stop) -> Callable[[], None] | None:
 
 
 def _heard(shown: Any, stop: Stop) -> bool:
-    """Has clicks noticed when they arrive; they are handled after the cell, which is too late.
+    """Notices clicks when they arrive; IPython would handle them after the cell, which is too late.
 
     ipykernel asks the widget's channel on which thread a message is to be handled. It does so on the thread that
     receives messages.

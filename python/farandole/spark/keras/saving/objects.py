@@ -111,12 +111,12 @@ def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
 
 
 def _is_own_method(value: Any, name: str, one: Any) -> bool:
-    """Whether an attribute is Keras's wrapper of a method such as `build`: it holds the layer and is no part of it."""
+    """Returns whether an attribute is Keras's wrapper of a method such as `build`: it refers to the layer only."""
     return inspect.isfunction(one) and hasattr(type(value), name)
 
 
 def _is_made_of(value: Any) -> bool:
-    """Whether Keras saves the object by its class. Its attributes may be such objects, too."""
+    """Returns whether Keras saves the object by its class. Its attributes may be such objects, too."""
     return hasattr(value, "get_config") and hasattr(value, "__dict__")
 
 

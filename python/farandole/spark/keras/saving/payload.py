@@ -64,7 +64,7 @@ def pack(model: Any) -> bytes:
 def unpack(
     data: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe_mode: bool = True, compiled: bool = True
 ) -> Any:
-    """The inverse of `pack`.
+    """Inverts `pack`.
 
     Args:
         data: a `.keras` file.

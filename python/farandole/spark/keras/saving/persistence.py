@@ -38,7 +38,7 @@ class KerasModelWriter(ParamsWriter):
     """Writes a `KerasModel`."""
 
     def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As `ParamsWriter.parts`."""
+        """Like `ParamsWriter.parts`."""
         model, given = values.pop("model"), values.pop("custom_objects", {})
         if "outputs" in values:
             values["outputs"] = describe(values["outputs"])
@@ -71,7 +71,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def safe_mode(self, safe: bool) -> Self:
-        """Whether Keras refuses models with Python lambdas in them, whose code would run; it does unless told so here.
+        """Chooses whether Keras refuses models with Python lambdas, whose code would run; it does by default.
 
         Asked for `True`, classes and functions that were pickled beside the model are refused, too.
 
@@ -82,7 +82,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
-        """As `ParamsReader.restore`."""
+        """Like `ParamsReader.restore`."""
         objects = self._objects
         if objects is None and "custom_objects" in parts:
             if self._told_safe:
@@ -113,7 +113,7 @@ class KerasEstimatorParamsWriter(ParamsWriter):
     """Writes a `KerasEstimator`."""
 
     def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As `ParamsWriter.parts`."""
+        """Like `ParamsWriter.parts`."""
         parts: dict[str, bytes] = {}
         model = values.pop("model", None)
         plain = {name: value for name, value in values.items() if is_plain(value)}
@@ -133,7 +133,7 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
     """Reads a `KerasEstimator`."""
 
     def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
-        """As `ParamsReader.restore`."""
+        """Like `ParamsReader.restore`."""
         self.check_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:

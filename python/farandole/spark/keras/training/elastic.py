@@ -68,7 +68,7 @@ class Course:
         """Calls a function that trains from the last commit to the end, in each world until one has finished.
 
         Args:
-            train: the function; it begins with a collective look at what was reached.
+            train: the function; it begins with a collective look at the progress so far.
         """
 
         def go_on(state: Any) -> None:
@@ -137,7 +137,7 @@ class Moments(keras.callbacks.CallbackList):
 
     Args:
         callbacks: all of them, in order.
-        users: those that are told of each moment once; what they were told is kept in it.
+        users: callbacks that are called once for each moment; the moments are kept in it.
         offset: steps of the part's epoch that are done; of a part of several epochs 0.
         last: the epoch that training ends before.
         **more: as for Keras's own.
@@ -176,7 +176,7 @@ class Moments(keras.callbacks.CallbackList):
         super().on_train_batch_begin(batch + self._offset, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """As `on_train_batch_begin`."""
+        """Like `on_train_batch_begin`."""
         super().on_train_batch_end(batch + self._offset, logs)
 
 
@@ -192,7 +192,7 @@ class Told:
         self._moments: set[tuple[int, str]] = set()
 
     def untold(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
-        """Those of a list that are to be told of a moment now: the user's once, others always.
+        """Returns the callbacks of a list that a moment calls now: the user's callbacks once, others always.
 
         Args:
             callbacks: the list.

@@ -66,7 +66,7 @@ class Feed:
         return self.source.place_after(epoch, steps)
 
     def validation(self) -> Validation:
-        """The batches of an epoch, again and again."""
+        """Returns the batches of an epoch, again and again."""
         return Validation(self)
 
     def epochs(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
@@ -82,7 +82,7 @@ class Feed:
                     yield self.batch(rows)
 
     def batch(self, rows: Rows) -> tuple[Any, ...]:
-        """A batch as Keras takes it: inputs, labels and, if there are any, weights.
+        """Returns a batch as Keras takes it: inputs, labels and, if there are any, weights.
 
         Args:
             rows: of the source.
@@ -118,7 +118,7 @@ class Validation(keras.utils.PyDataset):
         return self._feed.steps
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """A batch; they come in order, and from the first one on again."""
+        """Returns a batch; they come in order, and from the first one on again."""
         if index < self._next or index == 0:
             self.close()
             self._batches = self._feed.epochs(0, 1)
@@ -163,12 +163,12 @@ class ModuleFeed:
         return Place(steps)
 
     def epochs(self, first: int, last: int) -> Any:
-        """The batches of all epochs; the module keeps their order."""
+        """Returns the batches of all epochs; the module keeps their order."""
         del first, last
         return self._data()
 
     def validation(self) -> Any:
-        """The same, for validation."""
+        """Returns the same, for validation."""
         return self._data()
 
 
@@ -193,7 +193,7 @@ def take_shares(model: Any) -> None:
     """Teaches a model what to do with the shares of its batches: the default `train_step` asks its optimizer to scale.
 
     Args:
-        model: compiled; only this object changes, and what is saved of it does not.
+        model: compiled; only this object changes, and its saved form does not.
     """
     current: list[Any] = [None]
     optimizer = model.optimizer

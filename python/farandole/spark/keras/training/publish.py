@@ -245,19 +245,19 @@ class Publisher(keras.callbacks.Callback):
                 self._write(self.checkpoint())
 
     def checkpoint(self) -> bytes:
-        """The model as it is now, with the history of the run."""
+        """Returns the model as it is now, with the history of the run."""
         if self.last is None:
             with self._rate.of_one_process():
                 self.last = payload.annotate(payload.pack(self.model), self.note())
         return self.last
 
     def note(self) -> dict[str, Any]:
-        """The history of the epochs in a checkpoint."""
+        """Returns the history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
         return {"history": self.history, "timing": self.timing, "best": None if best is None else float(best)}
 
     def result(self) -> bytes:
-        """The model that `fit` returns: the one that the user's callback kept, else the last."""
+        """Returns the model that `fit` returns: the one that the user's callback kept, else the last."""
         if self.kept is not None and self.kept.path.exists():
             return self.kept.path.read_bytes()
         return self.checkpoint()

@@ -54,7 +54,7 @@ class Rate:
         return self._optimizer._learning_rate  # noqa: SLF001 - `learning_rate` gives no schedule
 
     def initial(self) -> float | None:
-        """The rate as it is now; `None` for a schedule."""
+        """Returns the rate as it is now; `None` for a schedule."""
         return None if self._schedule is not None else float(as_array(self._own))
 
     def follow(self, before: int, size: int) -> None:

@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """The moving statistics of a model's batch normalisation, which training moves and no gradient.
+    """Returns the moving statistics of a model's batch normalisation, which training moves and no gradient.
 
     Args:
         model: built.

@@ -93,7 +93,7 @@ class Trainer:
             return Trained(publisher.result(), publisher.history) if self.rank == 0 else None
 
     def _go_on(self, folder: Path) -> None:
-        """Trains from what was reached up to the last epoch, in one world of an elastic job."""
+        """Trains from the progress so far to the last epoch, in one world of an elastic job."""
         self.size, self.rank = basics.size(), basics.rank()
         course, model = self.course, self.model
         # Functions that were compiled for another world may contain that world's numbers.
@@ -116,7 +116,7 @@ class Trainer:
             self._fit_part(self.job.epochs)
 
     def _fit_part(self, last: int) -> None:
-        """Trains from what was reached up to an epoch."""
+        """Trains from the progress so far to an epoch."""
         reached = self.course.reached
         self.train, self.val = self._feeds(reached.place)
         self.publisher.follow(self.train.steps, self.train.rows)

@@ -45,7 +45,7 @@ _FORMS: dict[str, tuple[Any, ...]] = {
 
 
 def form_of(loss: Any) -> str | None:
-    """The form of a model's output that a loss of torch takes, see `farandole.spark.common.model.classes`.
+    """Returns the form of a model's output that a loss of torch takes, see `farandole.spark.common.model.classes`.
 
     Args:
         loss: of any kind; of one's own it tells nothing.
@@ -57,7 +57,7 @@ def form_of(loss: Any) -> str | None:
 
 
 def constructed(objects: Objects, **arguments: Any) -> list[Any]:
-    """The given losses, or those that their constructors make.
+    """Returns the given losses, or those that their constructors make.
 
     Args:
         objects: the user's.
@@ -86,7 +86,7 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
 
 
 def takes_indices(loss: Any) -> bool:
-    """Whether a torch loss takes the index of a class as label.
+    """Returns whether a torch loss takes the index of a class as label.
 
     Args:
         loss: of any kind.
@@ -95,7 +95,7 @@ def takes_indices(loss: Any) -> bool:
 
 
 def label_dtype(loss: Any, column: Column) -> str:
-    """The dtype a label column gets for its loss, by the rule of this module.
+    """Returns the dtype a label column gets for its loss, by the rule of this module.
 
     Args:
         loss: the loss of that label.
@@ -110,7 +110,7 @@ def label_dtype(loss: Any, column: Column) -> str:
 
 
 def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """The label in the shape its loss expects.
+    """Returns the label in the shape its loss expects.
 
     Args:
         label: rows first.
@@ -131,7 +131,7 @@ def shaped(label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | N
 
 
 def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A loss that takes a weight per row: the mean of loss times weight.
+    """Returns a loss that takes a weight per row: the mean of loss times weight.
 
     Args:
         loss: a loss of torch, or anything that takes `reduction="none"`.
@@ -162,7 +162,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def share(valid: int, size: int, everywhere: int) -> float:
-    """The factor of the mean loss over this process's rows, before gradients are averaged over processes.
+    """Returns the factor of the mean loss over this process's rows, before gradients are averaged over processes.
 
     Args:
         valid: rows of this process in this batch.

@@ -38,7 +38,7 @@ def inputs_of(
     dtypes: Sequence[str] | None,
     prepared: PreparedData | None = None,
 ) -> tuple[Input, ...]:
-    """The tensor that each group of feature columns becomes.
+    """Returns the tensor that each group of feature columns becomes.
 
     Args:
         groups: the columns of each input.
@@ -83,7 +83,7 @@ def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device) -> torch.Tensor:
-    """The tensor of one input.
+    """Returns the tensor of one input.
 
     Args:
         columns: tensors by name, rows first.
@@ -104,7 +104,7 @@ def input_tensor(columns: Mapping[str, torch.Tensor], one: Input, rows: int, dev
 def _nested(
     columns: Mapping[str, torch.Tensor], name: str, rows: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A nested tensor of the jagged layout, made of padded rows and their lengths."""
+    """Returns a nested tensor of the jagged layout, made of padded rows and their lengths."""
     padded, lengths = columns[name][:rows], columns[lengths_of(name)][:rows]
     values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -140,7 +140,7 @@ def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> 
 def label_tensor(
     rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool, allow_nan: bool
 ) -> torch.Tensor:
-    """The tensor of one label column.
+    """Returns the tensor of one label column.
 
     Args:
         rows: of the batch.
@@ -166,7 +166,7 @@ def label_tensor(
 
 
 def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
-    """A model's outputs as a list, one per label.
+    """Returns a model's outputs as a list, one per label.
 
     Args:
         value: what the model returned: a tensor, or a tuple or list of them.
@@ -184,7 +184,7 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
 
 
 def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
-    """The message about a model that does not accept its inputs.
+    """Returns the message about a model that does not accept its inputs.
 
     Args:
         names: of the inputs.

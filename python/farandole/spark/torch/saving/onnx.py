@@ -87,7 +87,7 @@ def write(
     *,
     name: str,
 ) -> None:
-    """Has torch's exporter write a file, in which the number of rows stays open.
+    """Lets the torch exporter write a file, in which the number of rows stays open.
 
     Args:
         model: takes the inputs as arguments and returns a tuple of outputs.

@@ -47,7 +47,7 @@ def pack_objects(objects: Any, **names: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse of `pack`, with every tensor on the CPU. Runs code.
+    """Inverts `pack`, with every tensor on the CPU. Runs code.
 
     Args:
         data: what `pack` returned.
@@ -67,7 +67,7 @@ def pack_state(state: dict[str, Any]) -> bytes:
 
 
 def unpack_state(data: bytes) -> dict[str, Any]:
-    """The inverse of `pack_state`, with every tensor on the CPU. Runs no code.
+    """Inverts `pack_state`, with every tensor on the CPU. Runs no code.
 
     Args:
         data: what `pack_state` returned.
@@ -76,7 +76,7 @@ def unpack_state(data: bytes) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
-    """The optimizer's state as one process would have it: learning rates are divided by the world's size.
+    """Returns the optimizer's state as one process would have it: learning rates are divided by the world's size.
 
     Args:
         optimizer: as it trains on `size` processes.

@@ -62,7 +62,7 @@ class TorchModelWriter(ParamsWriter):
     """Writes a `TorchModel`."""
 
     def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As `ParamsWriter.parts`."""
+        """Like `ParamsWriter.parts`."""
         module = values["model"]
         weights = {
             name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)
@@ -85,7 +85,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self._module: torch.nn.Module | None = None
 
     def model(self, module: torch.nn.Module) -> TorchModelReader:
-        """Takes the saved weights into a module of your own; no saved code runs, optimizer and loss stay unset.
+        """Loads the saved weights into your own module. No saved code runs; optimizer and loss stay unset.
 
         Args:
             module: with parameters of the same names and shapes.
@@ -94,7 +94,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         return self
 
     def restore(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
-        """As `ParamsReader.restore`."""
+        """Like `ParamsReader.restore`."""
         state = parts["state"]
         weights = payload.unpack_state(state) if state.startswith(_ZIP) else tensorfile.load(state)
         if self._module is not None:
@@ -110,7 +110,7 @@ class TorchParamsWriter(ParamsWriter):
     """Writes an estimator."""
 
     def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As `ParamsWriter.parts`."""
+        """Like `ParamsWriter.parts`."""
         plain = {name: value for name, value in values.items() if is_plain(value)}
         rest = {name: value for name, value in values.items() if name not in plain}
         return plain, {"objects": payload.pack(rest)}
@@ -120,6 +120,6 @@ class TorchParamsReader(ParamsReader[Any]):
     """Reads an estimator."""
 
     def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
-        """As `ParamsReader.restore`."""
+        """Like `ParamsReader.restore`."""
         self.check_code(path)
         loaded.setParams(**payload.unpack(parts["objects"]))

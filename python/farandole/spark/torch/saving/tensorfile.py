@@ -37,7 +37,7 @@ _MOST_SIDES = 64
 
 
 def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the format can hold all of them.
+    """Returns whether the format can hold all of them.
 
     Args:
         tensors: by name.
@@ -68,7 +68,7 @@ def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Bytes as tensors.
+    """Returns the bytes as tensors.
 
     Args:
         data: what `dump`, or the library of that name, made.

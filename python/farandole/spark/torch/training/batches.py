@@ -66,19 +66,19 @@ class Batches:
         return outputs, labels, self.loss(outputs, labels, self.weights(rows, valid))
 
     def inputs(self, rows: Rows, count: int) -> list[torch.Tensor]:
-        """The model's arguments."""
+        """Returns the model's arguments."""
         if self.first_pass and not self.job.data.missing.allow_nan:
             for one in self.job.inputs:
                 check_inputs(rows.columns, one, count)
         return [input_tensor(rows.columns, one, count, self.device) for one in self.job.inputs]
 
     def labels(self, rows: Rows, count: int) -> list[torch.Tensor]:
-        """The label columns."""
+        """Returns the label columns."""
         how = {"checked": self.first_pass, "allow_nan": self.job.data.missing.allow_nan}
         return [label_tensor(rows, one, count, self.device, **how) for one in self.job.labels]
 
     def weights(self, rows: Rows, count: int) -> torch.Tensor | None:
-        """The weight of each row, where there are weights."""
+        """Returns the weight of each row, where there are weights."""
         if self.job.weight is None:
             return None
         weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(-1)
@@ -102,7 +102,7 @@ class Batches:
     def loss(
         self, outputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The weighted sum of the labels' losses, each a mean over rows.
+        """Returns the weighted sum of the labels' losses, each a mean over rows.
 
         Raises:
             ValueError: a label is no class that its output has.
@@ -131,7 +131,7 @@ class Batches:
 
 
 def told_classes(name: str, value: float, classes: int) -> str:
-    """The message about a label for which the output has no class.
+    """Returns the message about a label for which the output has no class.
 
     Args:
         name: of the column.

@@ -118,7 +118,7 @@ class Checkpoints:
         self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
 
     def result(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> Trained | None:
-        """The result of rank 0: the last state, or the best one if requested.
+        """Returns the result of rank 0: the last state, or the best one if requested.
 
         Args:
             state: makes a checkpoint.

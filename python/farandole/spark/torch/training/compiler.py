@@ -41,7 +41,7 @@ def defer() -> None:
 
 
 def is_deferred() -> bool:
-    """Whether the compiler has not been needed yet."""
+    """Returns whether the compiler has not been needed yet."""
     return isinstance(sys.modules.get(_NAME), _Deferred)
 
 
@@ -83,10 +83,10 @@ class _Deferred(ModuleType):
         self.trace_rules = _part("trace_rules", clear_lru_cache=lambda: None)
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing is compiled, so nothing breaks."""
+        """Does nothing: no function is compiled."""
 
     def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """A function that the compiler, once it is there, will leave alone.
+        """Returns a function that the compiler, once it is there, will leave alone.
 
         Args:
             fn: the function; without one, a decorator is returned.

@@ -73,7 +73,7 @@ class Course:
         """Calls a function that trains from the last commit to the end, in each world until one has finished.
 
         Args:
-            train: the function; it begins with a collective look at what was reached.
+            train: the function; it begins with a collective look at the progress so far.
         """
         if self._state is None:
             train()

@@ -82,7 +82,7 @@ class Scores:
         return found if self._before is None else [one + more for one, more in zip(self._before, found, strict=True)]
 
     def everywhere(self) -> dict[str, Any]:
-        """The means over all processes; a collective call.
+        """Returns the means over all processes; a collective call.
 
         Returns:
             `{"loss": ..., "all_metrics": [{name: value}, ...]}`, one dict per metric.
@@ -99,7 +99,7 @@ class Scores:
 
 
 def is_stateful(function: Any) -> bool:
-    """Whether a metric keeps a state of its own, as those of torchmetrics do."""
+    """Returns whether a metric keeps a state of its own, as those of torchmetrics do."""
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to"))
 
 

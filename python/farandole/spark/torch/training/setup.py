@@ -49,7 +49,7 @@ def prepare_process(loop: Loop, rank: int) -> None:
 
 
 def device_of(wanted: bool) -> torch.device:
-    """The device of this rank.
+    """Returns the device of this rank.
 
     Args:
         wanted: whether GPUs may be used.
@@ -75,7 +75,7 @@ def agree_on_device(device: torch.device) -> None:
 
 
 def on_device(loss: Any, device: torch.device) -> Any:
-    """A loss with its own tensors where the outputs are."""
+    """Returns a loss with its own tensors where the outputs are."""
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
@@ -147,5 +147,5 @@ def module_steps(data: Data, size: int) -> tuple[int, int]:
 
 
 def _is_exact(dtype: str) -> bool:
-    """Whether labels of this type can be examined as float32."""
+    """Returns whether labels of this type can be examined as float32."""
     return dtype.startswith(("float", "int", "uint", "bool"))

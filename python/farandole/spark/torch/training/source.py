@@ -24,7 +24,7 @@ class TensorSource(Source):
     """Whether another process can continue an epoch in the middle."""
 
     def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """As `Source.epoch`."""
+        """Like `Source.epoch`."""
         with closing(super().epoch(number, steps)) as batches:
             for rows in batches:
                 yield replace(rows, columns=tensors_of(rows.columns))
@@ -50,7 +50,7 @@ class ModuleSource:
         return
 
     def begin_at(self, place: Place) -> None:
-        """Has epochs begin at their beginning, as they do."""
+        """Does nothing: epochs begin at their first row."""
         del place
 
     def steps_until_end(self) -> int:
@@ -86,7 +86,7 @@ class ModuleSource:
 
 
 def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Columns of NumPy or torch as tensors, without those of no numeric type.
+    """Returns the columns of NumPy or torch as tensors, without those of no numeric type.
 
     Args:
         columns: by name, rows first.

@@ -57,7 +57,7 @@ class Stepper:
             _rebind(self.scheduler, optimizer)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that models and losses are called in."""
+        """Returns the context that models and losses are called in."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
@@ -109,7 +109,7 @@ class Stepper:
                 self.scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint besides the optimizer."""
+        """Returns the state for a checkpoint besides the optimizer."""
         state: dict[str, Any] = {}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
@@ -148,12 +148,12 @@ class Stepper:
         self._size = size
 
     def kept(self) -> dict[str, Any]:
-        """The state to which `go_on` returns."""
+        """Returns the state to which `go_on` returns."""
         return copy.deepcopy(self.state()) | {"size": self._size}
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Has the optimizer hold the learning rates of one process."""
+        """Sets the learning rates of one process in the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / self._size
         try:
@@ -164,7 +164,7 @@ class Stepper:
 
 
 def _rebind(scheduler: Any, optimizer: Any) -> None:
-    """Has a scheduler that was made with the user's optimizer, and those it is made of, change the one that steps."""
+    """Connects a scheduler that was made with the user's optimizer, and its parts, to the optimizer that steps."""
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         _rebind(inner, optimizer)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What states of elastic jobs are told about a change of hosts."""
+"""Notifications of changed hosts for the states of elastic jobs."""
 
 from farandole.common.elastic import HostUpdateResult
 

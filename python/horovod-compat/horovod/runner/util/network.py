@@ -20,7 +20,7 @@ _PORTS = range(1024, 65536)
 
 
 def _address(interface: str) -> str | None:
-    """The IPv4 address of an interface, if it has one."""
+    """Returns the IPv4 address of an interface, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             told = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
@@ -47,7 +47,7 @@ def get_local_intfs(nic: str | None = None) -> set[str]:
 
 
 def resolve_host_address(host_name: str) -> str | None:
-    """The IPv4 address of a host, or `None`."""
+    """Returns the IPv4 address of a host, or `None`."""
     try:
         return socket.gethostbyname(host_name)
     except OSError:
@@ -55,7 +55,7 @@ def resolve_host_address(host_name: str) -> str | None:
 
 
 def filter_local_addresses(all_host_names: Sequence[str]) -> list[str]:
-    """The hosts that are not this one."""
+    """Returns the hosts that are not this one."""
     here = get_local_host_addresses()
     return [name for name in all_host_names if resolve_host_address(name) not in here]
 
@@ -82,7 +82,7 @@ def find_port(server_factory: Callable[[tuple[str, int]], _T]) -> tuple[_T, int]
 
 
 def get_driver_ip(nics: Iterable[str]) -> str:
-    """The IPv4 address of the first of several interfaces.
+    """Returns the IPv4 address of the first of several interfaces.
 
     Raises:
         RuntimeError: It has none.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_module_available(module_name: str) -> bool:
-    """Whether a module can be imported."""
+    """Returns whether a module can be imported."""
     return find_spec(module_name) is not None
 
 
@@ -25,7 +25,7 @@ def is_module_available_fn() -> Callable[[str], bool]:
 
 
 def save_into_bio(obj: Any, save_obj_fn: Callable[[Any, io.BytesIO], Any]) -> io.BytesIO:
-    """What a function writes of an object, to be read from its beginning.
+    """Returns a file in memory with the object that a function wrote to it, positioned at its beginning.
 
     Args:
         obj: The object.
@@ -43,7 +43,7 @@ def save_into_bio_fn() -> Callable[[Any, Callable[[Any, io.BytesIO], Any]], io.B
 
 
 def serialize_fn() -> Callable[[Any], str | bytes]:
-    """A function that makes text of a model."""
+    """Returns a function that makes text of a model."""
 
     def serialize(model: Any) -> str | bytes:
         import torch  # noqa: PLC0415 - where it runs
@@ -56,7 +56,7 @@ def serialize_fn() -> Callable[[Any], str | bytes]:
 
 
 def deserialize_fn() -> Callable[[str | bytes], Any]:
-    """A function that makes a model of such text; it runs code of whoever made that."""
+    """Returns a function that makes a model of such text; it runs code of the text's author."""
 
     def deserialize(model_bytes_base64: str | bytes) -> Any:
         import torch  # noqa: PLC0415 - where it runs

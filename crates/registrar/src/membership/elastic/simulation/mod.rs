@@ -7,12 +7,12 @@
 //!
 //! - `ES-1`: a world has as many workers as the rules allow, each running and waiting for it.
 //! - `ES-2`: no running worker of an earlier world still works in it when the next one is formed.
-//! - `ES-3`: rank 0 was in the world before, where somebody of that world is in this one; members keep their ranks.
+//! - `ES-3`: rank 0 was in the world before, if any member of that world is in this one; members keep their ranks.
 //! - `ES-4`: a job that finishes is one whose last world returned on every rank.
 //! - `ES-5`: a host has no more workers than slots, and the job no more than it may have.
 //! - `ES-6`: once faults end, the job comes to its end.
-//! - `ES-7`: the steps of a journal, done again, make the machine that the registrar had when it died; and what it had not
-//!   told yet when it died is told after it has started again (by the other six).
+//! - `ES-7`: repeating the steps of a journal makes the machine that the registrar had when it died; answers that it
+//!   had not sent by then are sent after it has started again (by the other six).
 
 mod restarts;
 
@@ -26,7 +26,7 @@ use self::restarts::Kept;
 use super::*;
 use crate::exit::{Exit, How};
 
-/// When faults end, and when everything must be over. In milliseconds.
+/// Times at which faults end, and at which everything must be over. In milliseconds.
 const HEALED: u64 = 120_000;
 const END: u64 = 600_000;
 const BEAT: u64 = 1_000;
@@ -203,7 +203,7 @@ impl Run {
         panic!("seed {}, {} ms: {what}\n{living:?}\n{:#?}", self.seed, self.now, self.machine)
     }
 
-    /// Whether the job finished, how many worlds it had, and how often the registrar died.
+    /// Returns whether the job finished, how many worlds it had, and how often the registrar died.
     fn run(mut self) -> (bool, u64, u64) {
         while let Some(Reverse((at, _, what))) = self.queue.pop() {
             if let Some(over) = &self.over {
@@ -328,7 +328,7 @@ impl Run {
         }
     }
 
-    /// The report that a peer's engine would make of it.
+    /// Returns the report that a peer's engine would make of it.
     fn is_silent(&self, task: u32) -> bool {
         let Some(process) = self.processes.get(&task) else { return true };
         (process.dead && !process.returned) || process.stopped_until > self.now
@@ -399,7 +399,7 @@ impl Run {
 
     fn apply(&mut self, decisions: Vec<Decision>) {
         if self.dying && !decisions.is_empty() {
-            // Noted, and told nobody.
+            // Noted, but not sent to any worker.
             self.dies();
             for decision in decisions {
                 if let Decision::Assigned { world } = decision {
@@ -421,7 +421,7 @@ impl Run {
                             || process.dismissed
                             || process.dead && !self.machine.workers.contains_key(&TaskId(*task))
                     };
-                    // The last world may be what is left of one that has returned, and may have been dismissed.
+                    // The last world may be the rest of one that has returned, and may have been dismissed.
                     let returned = self.processes.values().any(|process| process.returned);
                     if !self.last.iter().all(well) || !returned {
                         self.fail("ES-4: not every rank of the last world returned");

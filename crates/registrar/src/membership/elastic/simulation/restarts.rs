@@ -17,7 +17,7 @@ pub(super) struct Kept {
     steps: Vec<Step>,
 }
 
-/// The machine without what no journal has: when who was last heard of.
+/// Returns the machine without the times of the last signs of life, which no journal has.
 fn calm(machine: &Elastic) -> Elastic {
     let mut calm = machine.clone();
     for worker in calm.workers.values_mut() {
@@ -33,7 +33,7 @@ impl Kept {
 }
 
 impl Run {
-    /// Does a step; nobody does while there is no registrar.
+    /// Does a step; there is none without a registrar.
     pub(super) fn take(&mut self, what: What) -> Option<Result<Vec<Decision>, Refusal>> {
         let now = self.time();
         match &mut self.journal {
@@ -74,7 +74,7 @@ impl Run {
             self.apply(decisions);
         }
         self.observe(Input::Hosts(self.hosts.clone().into_iter().collect()));
-        // Those that were given up are told so.
+        // Workers that were given up get a dismissal.
         let given_up: Vec<u32> = self.machine.gone().map(|task| task.0).collect();
         for task in given_up {
             if self.processes.get(&task).is_some_and(|process| !process.returned) {
@@ -83,7 +83,7 @@ impl Run {
         }
     }
 
-    /// The answer to one who asks for what it was given while the registrar died.
+    /// The answer to a worker that asks for the world that it was given while the registrar died.
     pub(super) fn hears_again(&mut self, task: u32, after: u64) {
         let works =
             self.machine.workers.get(&TaskId(task)).is_some_and(|worker| worker.stage == Stage::Working);

@@ -12,7 +12,7 @@ import cloudpickle
 
 
 def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
-    """An object as text, or as bytes.
+    """Returns an object as text, or as bytes.
 
     Args:
         obj: What cloudpickle takes.
@@ -23,5 +23,5 @@ def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
 
 
 def loads_base64(encoded: str | bytes) -> Any:
-    """The object; runs code of whoever made the text."""
+    """Returns the object; runs code of the text's author."""
     return cloudpickle.loads(base64.b64decode(encoded))

@@ -13,7 +13,7 @@ LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", HOROVOD_SECRET_KEY}
 """Beginnings of names that are not handed to workers."""
 KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
-"""What Kubeflow's MPI operator reaches workers by, in place of ssh."""
+"""Program by which Kubeflow's MPI operator reaches workers, in place of ssh."""
 
 _RANK_AND_SIZE = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -24,12 +24,12 @@ _RANK_AND_SIZE = (
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of this name is handed to workers."""
+    """Returns whether a variable of this name is handed to workers."""
     return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Rank and size as the launcher has set them; `(0, 1)` in a process that nobody launched.
+    """Rank and size as the launcher has set them; `(0, 1)` in a process without a launcher.
 
     Raises:
         RuntimeError: One of two variables is there without the other.
@@ -45,5 +45,5 @@ def get_env_rank_and_size() -> tuple[int, int]:
 
 
 def is_kubeflow_mpi() -> bool:
-    """Whether Kubeflow's MPI operator has started this process."""
+    """Returns whether Kubeflow's MPI operator has started this process."""
     return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 - Open MPI's

@@ -5,6 +5,6 @@
 from farandole.spark.common.util import host_hash
 
 NAMESPACE_PATH = "/proc/self/ns"
-"""Where Linux tells the namespaces of a process."""
+"""Directory in which Linux lists the namespaces of a process."""
 
 __all__ = ["NAMESPACE_PATH", "host_hash"]

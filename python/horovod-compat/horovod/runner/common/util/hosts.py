@@ -47,7 +47,7 @@ class HostInfo:
 
 @dataclass
 class SlotInfo:
-    """Where one process sits."""
+    """The place of one process: its host and its ranks."""
 
     hostname: str
     rank: int
@@ -64,7 +64,7 @@ class SlotInfo:
 
 
 INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
-"""Of a process that has no place."""
+"""Place of a process without a slot."""
 
 
 def parse_host_files(filename: str) -> str:

@@ -32,7 +32,7 @@ _LOOK = 0.02
 
 
 def _children(pid: int) -> list[int]:
-    """All processes below one, children before theirs."""
+    """Returns all processes below one, children before theirs."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -17,15 +17,15 @@ HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # noqa: S105 - the name of a variabl
 
 
 def make_secret_key() -> bytes:
-    """A new key."""
+    """Returns a new key."""
     return secrets.token_bytes(SECRET_LENGTH)
 
 
 def compute_digest(key: bytes, message: bytes) -> bytes:
-    """The HMAC of a message by SHA-256."""
+    """Returns the HMAC of a message by SHA-256."""
     return hmac.digest(key, message, hashlib.sha256)
 
 
 def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
-    """Whether a digest is that of a message, in constant time."""
+    """Returns whether a digest is that of a message, in constant time."""
     return hmac.compare_digest(compute_digest(key, message), digest)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What a launcher was asked for, as scripts hand it around."""
+"""The settings of a launcher, which scripts pass on."""
 
 from __future__ import annotations
 

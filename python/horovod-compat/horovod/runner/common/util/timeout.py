@@ -33,11 +33,11 @@ class Timeout:
         self._message = message
 
     def remaining(self) -> float:
-        """Seconds that are left, at least 0."""
+        """Returns the seconds that are left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def timed_out(self) -> bool:
-        """Whether it has passed."""
+        """Returns whether it has passed."""
         return time.monotonic() > self._end
 
     def check_time_out_for(self, activity: str) -> None:

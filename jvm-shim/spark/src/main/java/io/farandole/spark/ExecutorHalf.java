@@ -24,9 +24,10 @@ final class ExecutorHalf implements ExecutorPlugin {
     Guard.attempt(
         "the driver was not told of this executor's host",
         () -> {
+          // Without `context.hostname()`: Spark fails there in an executor other than the driver, which serves no RPC.
+          // The listener knows the host.
           String body =
               Json.object(
-                  "host", context.hostname(),
                   "memory", memory(),
                   "processors", "" + Runtime.getRuntime().availableProcessors(),
                   "gpus", String.join(", ", gpus(Paths.get("/proc/driver/nvidia/gpus"))),

@@ -73,8 +73,22 @@ class Mark:
                     self._mark,
                 )
 
+    def is_there(self) -> bool:
+        """Renews the mark; whether it was there, and this process's.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        with self._touching:
+            return self._is_held() and NativeStore(self.url).renew(self._mark)
+
+    def forget(self) -> None:
+        """Renews the mark no longer, and does not delete it either."""
+        with self._touching:
+            self._let_go()
+
     def is_due(self) -> bool:
-        """Whether the mark must be renewed now."""
+        """Returns whether the mark must be renewed now."""
         return time.monotonic() >= self._due
 
     def release(self, patience: float | None = None) -> None:
@@ -92,7 +106,7 @@ class Mark:
                 self._touching.release()
 
     def _is_held(self) -> bool:
-        """Whether this process itself holds the mark, and not a parent of it."""
+        """Returns whether this process itself holds the mark, and not a parent of it."""
         with _LOCK:
             return self in _HELD and self._pid == os.getpid()
 

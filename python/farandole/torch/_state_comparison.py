@@ -36,7 +36,7 @@ _LOWEST: Final = torch.iinfo(torch.int64).min
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: where they are, or a copy if the tensor is not contiguous."""
+    """Returns the bytes of a tensor: where they are, or a copy if the tensor is not contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 1:
         flat = flat.as_strided((1,), (1,))  # one element counts as contiguous with every stride, but has no other view
@@ -44,7 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number for the bytes of a tensor, on its device: a sum of its words, each times a weight of its place."""
+    """Returns a number for the bytes of a tensor, on its device: a sum of its words, weighted by their places."""
     sums = [_weighted(part) for part in bytes_of(tensor).split(_WORD * _WORDS)]
     return sums[0] if len(sums) == 1 else digest(torch.stack(sums))
 
@@ -93,7 +93,7 @@ def equal_and_others(
 
 
 def fingerprint(data: bytes) -> int:
-    """A number of 64 bits for these bytes."""
+    """Returns a number of 64 bits for these bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
