@@ -13,7 +13,7 @@ use farandole::reader;
 use pyo3::exceptions::{PyBufferError, PyKeyError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyCapsule, PyCapsuleMethods, PyTuple};
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyMemoryView, PyTuple};
 
 /// Imports anything with `__arrow_c_array__` that is a struct: a record batch.
 ///
@@ -46,20 +46,49 @@ pub(crate) fn record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordBatch> {
     Ok(RecordBatch::from(rows))
 }
 
-/// A batch whose bytes Python may read and write.
-struct Shared {
-    batch: reader::Batch,
+/// Bytes of a batch.
+#[derive(Clone, Copy)]
+struct Span {
     /// Address of the first byte, taken while the batch was ours alone.
     address: usize,
     length: usize,
 }
 
+impl Span {
+    fn of(bytes: &mut [u8]) -> Self {
+        Self { address: bytes.as_mut_ptr().expose_provenance(), length: bytes.len() }
+    }
+
+    /// `length` bytes from byte `start` on.
+    ///
+    /// # Errors
+    /// `BufferError` for bytes outside of the span.
+    fn part(self, start: usize, length: usize) -> PyResult<Self> {
+        let inside = start.checked_add(length).is_some_and(|end| end <= self.length);
+        let address = inside.then(|| self.address + start);
+        let address = address.ok_or_else(|| PyBufferError::new_err("bytes outside of the batch"))?;
+        Ok(Self { address, length })
+    }
+}
+
+/// A batch whose bytes Python may read and write.
+struct Shared {
+    batch: reader::Batch,
+    /// Columns of one width, and weights.
+    whole: Span,
+    /// Where values of a column end, and the values, for columns of any length.
+    texts: Vec<Option<[Span; 2]>>,
+}
+
 impl Shared {
     /// Gives the bytes away: from now on only Python touches them.
     fn new(mut batch: reader::Batch) -> Self {
-        let slab = batch.slab_mut();
-        let (address, length) = (slab.as_mut_ptr().expose_provenance(), slab.len());
-        Self { batch, address, length }
+        let whole = Span::of(batch.slab_mut());
+        let columns = 0..batch.fields().len();
+        let texts =
+            columns.map(|index| batch.texts_mut(index).map(|(ends, values)| [ends, values].map(Span::of)));
+        let texts = texts.collect();
+        Self { batch, whole, texts }
     }
 
     /// Returns the batch in Rust.
@@ -68,23 +97,22 @@ impl Shared {
     }
 }
 
-/// Fills `view` with bytes `start..start + length` of `shared`, which `owner` keeps alive.
+/// Fills `view` with `span`, which `owner` keeps alive.
 ///
 /// # Errors
-/// `BufferError` for bytes outside of the batch.
+/// `BufferError` for more bytes than Python counts.
 ///
 /// # Safety
-/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds `shared`.
+/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the batch of `span`.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
-    shared: &Shared,
-    (start, length): (usize, usize),
+    span: Span,
     view: *mut ffi::Py_buffer,
     flags: c_int,
 ) -> PyResult<()> {
-    let bytes = ffi::Py_ssize_t::try_from(length).ok().filter(|_| start + length <= shared.length);
-    let bytes = bytes.ok_or_else(|| PyBufferError::new_err("bytes outside of the batch"))?;
-    let address: *mut c_void = std::ptr::with_exposed_provenance_mut(shared.address + start);
+    let bytes = ffi::Py_ssize_t::try_from(span.length);
+    let bytes = bytes.map_err(|_| PyBufferError::new_err("more bytes than a buffer can have"))?;
+    let address: *mut c_void = std::ptr::with_exposed_provenance_mut(span.address);
     // SAFETY: the address is valid for `bytes` bytes as long as `owner` lives, and the view holds a reference to it;
     // nothing in Rust reads or writes them after `Shared::new`.
     let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, bytes, 0, flags) };
@@ -142,10 +170,19 @@ impl Batch {
         &self,
         py: Python<'py>,
         name: &str,
-    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
-        let (ends, values) =
-            self.0.batch().texts(self.index(name)?).ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-        Ok((PyBytes::new(py, ends), PyBytes::new(py, values)))
+    ) -> PyResult<(Bound<'py, PyMemoryView>, Bound<'py, PyMemoryView>)> {
+        let index = self.index(name)?;
+        let spans = self.0.texts.get(index).copied().flatten();
+        let [ends, values] = spans.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        let view = |span| {
+            let owner = Bound::new(py, Values { span, _shared: Arc::clone(&self.0) })?;
+            PyMemoryView::from(owner.as_any())
+        };
+        Ok((view(ends)?, view(values)?))
+    }
+
+    fn length(&self, name: &str) -> PyResult<Option<usize>> {
+        Ok(self.0.batch().length(self.index(name)?))
     }
 
     /// # Safety
@@ -153,7 +190,7 @@ impl Batch {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let shared = Arc::clone(&slf.get().0);
         // SAFETY: the view is Python's own, and `slf` holds the batch.
-        unsafe { export(slf.as_any(), &shared, (0, shared.length), view, flags) }
+        unsafe { export(slf.as_any(), shared.whole, view, flags) }
     }
 }
 
@@ -187,8 +224,27 @@ impl Column {
     /// Python calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let (shared, index) = (Arc::clone(&slf.get().shared), slf.get().index);
-        let range = shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
+        let (start, bytes) = shared.batch().held(index).map_or((0, 0), |held| (held.start, held.bytes));
+        let span = shared.whole.part(start, bytes)?;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
-        unsafe { export(slf.as_any(), &shared, range, view, flags) }
+        unsafe { export(slf.as_any(), span, view, flags) }
+    }
+}
+
+/// Values of a column of any length, or where they end: the owner of a memory view.
+#[pyclass(frozen)]
+struct Values {
+    span: Span,
+    _shared: Arc<Shared>,
+}
+
+#[pymethods]
+impl Values {
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let span = slf.get().span;
+        // SAFETY: the view is Python's own, and `slf` holds the batch.
+        unsafe { export(slf.as_any(), span, view, flags) }
     }
 }

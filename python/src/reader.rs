@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use farandole::dataset::Tail;
-use farandole::reader::{self, Error, Fault, Next, Options};
+use farandole::reader::{self, Error, Fault, Next, Options, Padding};
 use farandole::world::Rank;
-use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyValueError};
+use pyo3::exceptions::{PyFileNotFoundError, PyMemoryError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -31,6 +31,7 @@ fn refuse(error: Error) -> PyErr {
     match (error.fault(), error) {
         (_, Error::Store(error)) => store::refuse(error),
         (_, error @ Error::NotADataset { .. }) => PyFileNotFoundError::new_err(chain(&error)),
+        (_, error @ Error::Memory { .. }) => PyMemoryError::new_err(chain(&error)),
         (Fault::Usage, error) => PyValueError::new_err(chain(&error)),
         (Fault::Environment, error) => PyOSError::new_err(chain(&error)),
     }
@@ -124,7 +125,8 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         dataset, *, columns = None, batch_size, rank = 0, size = 1, seed = 0, shuffle = true,
-        byte_budget = 512 << 20, threads = None, tail = "keep", cast = None, fill = None, allow_nan = true, cache = None
+        byte_budget = 512 << 20, threads = None, tail = "keep", cast = None, fill = None, allow_nan = true, pad = None,
+        cache = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn new(
@@ -141,6 +143,7 @@ impl Reader {
         cast: Option<HashMap<String, String>>,
         fill: Option<HashMap<String, f64>>,
         allow_nan: bool,
+        pad: Option<HashMap<String, (Vec<u8>, usize, usize, bool)>>,
         cache: Option<String>,
     ) -> PyResult<Self> {
         let tail = match tail {
@@ -154,6 +157,8 @@ impl Reader {
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
         let fill = fill.unwrap_or_default();
+        let padding = |(name, (fill, most, step, fixed))| (name, Padding { fill, most, step, fixed });
+        let pad = pad.unwrap_or_default().into_iter().map(padding).collect();
         let options = Options {
             columns,
             batch_size,
@@ -167,6 +172,7 @@ impl Reader {
             cast,
             fill,
             allow_nan,
+            pad,
             cache,
         };
         reader::Reader::new(Arc::clone(&dataset.0), options).map(Self).map_err(refuse)

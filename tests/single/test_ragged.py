@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.single.training import Here
 
+from farandole._native.reader import Dataset, Reader
 from farandole.data import Jagged, LengthLoader, MixedLoader, Nested, Pad, ParquetLoader, prepare_data
 from farandole.data.ragged import Ragged
 from farandole.spark.common import LocalStore
@@ -89,6 +90,53 @@ def test_long_rows_and_short_ones_are_padded_alike():
         for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             kept = values[start : start + min(length, 150)]
             assert padded[row].tolist() == [*kept, *[-1] * (padded.shape[1] - len(kept))]
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int64", "float32", "float64"])
+def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path, kind):
+    lists = [[1, 2, 3], [], [4], [5, 6]]
+    table = pa.table({"t": pa.array(lists, pa.list_(pa.type_for_alias(kind.replace("float64", "double"))))})
+    for number, ragged in enumerate((Pad(7, max_length=2), Pad(7, buckets=3), Nested())):
+        data = prepare_data(table, tmp_path / str(number), ragged={"t": ragged})
+        how = data.ragged["t"]
+        pad = None if how.nested else {"t": how.padding()}
+        reader = Reader(Dataset.open(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad)
+        batch = next(reader.epoch(0))
+        assert how.lengths(batch, "t").tolist() == [min(len(row), how.max_length) for row in lists]
+        first, again = (how.jagged(batch, "t").values if how.nested else how.read(batch, "t") for _ in range(2))
+        assert np.shares_memory(first, again)
+        assert first.flags.writeable
+        assert first.dtype == np.dtype(kind)
+        if how.nested:
+            assert first.tolist() == [1, 2, 3, 4, 5, 6]
+            assert how.jagged(batch, "t").offsets.tolist() == [0, 3, 3, 4, 6]
+            assert batch.length("t") is None
+        else:
+            assert first.tolist() == [[*row, 7, 7, 7][: first.shape[1]] for row in lists]
+            assert first.shape == (4, batch.length("t")) == (4, how.max_length)
+        first[...] = 9
+        del batch, reader, again  # the memory lives as long as the array
+        assert (first == 9).all()
+
+
+def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_path):
+    table = pa.table({"t": pa.array([[], []], pa.list_(pa.int32())), "id": [0, 1]})
+    for number, ragged in enumerate((Pad(max_length=3), Nested(max_length=3))):
+        url = prepare_data(table, tmp_path / str(number), ragged={"t": ragged}).train_url
+        (batch,) = ParquetLoader(url, 4)
+        assert (batch["t"].values if number else batch["t"]).sum() == 0
+        assert len(batch["t"]) == 2
+        nothing = [one["t"] for one in ParquetLoader(url, 1, rank=2, size=3)]
+        assert [len(one) for one in nothing] == [0]
+    wide = prepare_data(table, tmp_path / "wide", ragged={"t": Pad(max_length=1 << 50)}).train_url
+    with pytest.raises(MemoryError, match="there is no memory for the padded rows of column t: "):
+        next(iter(ParquetLoader(wide, 2)))
+    reader = Reader(
+        Dataset.open(prepare_data(pa.table({"b": [b"12345"]}), tmp_path / "torn").train_url),
+        columns=["b"], batch_size=1, pad={"b": (b"\0" * 4, 8, 8, False)},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="column b has a row of 5 bytes, which are no whole values of 4 bytes"):
+        next(reader.epoch(0))
 
 
 class Mean(torch.nn.Module):

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use arrow::array::RecordBatch;
 use arrow::datatypes::SchemaRef;
 use bytes::Bytes;
-use farandole_dataset::{Column, DataFile, RowGroup, checksum};
+use farandole_dataset::{Column, DataFile, Element, RowGroup, checksum};
 use farandole_store::{Store, Upload};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression as Codec, ZstdLevel};
@@ -150,7 +150,8 @@ impl Side {
             .set_max_row_group_row_count(None)
             .set_created_by(concat!("farandole ", env!("CARGO_PKG_VERSION")).to_owned())
             .set_key_value_metadata(Some(vec![KeyValue::new("farandole.format".to_owned(), "1".to_owned())]));
-        for column in shape.columns.iter().filter(|column| column.width().is_none()) {
+        // Words repeat themselves; images and lists of numbers do not, and fill a dictionary that is then given up.
+        for column in shape.columns.iter().filter(|column| column.element == Element::Utf8) {
             properties =
                 properties.set_column_dictionary_enabled(ColumnPath::new(vec![column.name.clone()]), true);
         }

@@ -9,7 +9,8 @@ use farandole_dataset::{Piece, Step};
 
 use crate::batch::Batch;
 use crate::block::Block;
-use crate::column::Field;
+use crate::column::{Field, Selected};
+use crate::error::Result;
 use crate::pool::Pool;
 use crate::texts::Texts;
 use crate::values::{Rows, weave};
@@ -44,12 +45,15 @@ impl Draft {
     }
 
     /// Copies rows; returns the batch with the last ones.
+    ///
+    /// # Errors
+    /// Lists that cannot be padded.
     pub(crate) fn copy(
         &mut self,
-        fields: &Arc<[Field]>,
+        (fields, selected): (&Arc<[Field]>, &[Selected]),
         copying: &Copying,
         pool: &Arc<Pool>,
-    ) -> Option<Batch> {
+    ) -> Result<Option<Batch>> {
         let (rows, valid) = (self.rows, self.valid);
         let (mut batch, mut texts) = self.begun.take().unwrap_or_else(|| {
             let texts = fields.iter().map(|field| field.is_text().then(|| Texts::new(rows)));
@@ -79,11 +83,16 @@ impl Draft {
         }
         if copying.last {
             batch.weigh();
-            batch.texts = texts.into_iter().map(|texts| texts.map(Texts::finish)).collect();
-            Some(batch)
+            let finish = |(texts, column): (Option<Texts>, &Selected)| {
+                let padding = column.padding.as_deref();
+                let gathered = texts.map(|texts| texts.finish(padding, pool)).transpose();
+                gathered.map_err(|misfit| misfit.of(&column.field.name, padding))
+            };
+            batch.texts = texts.into_iter().zip(selected).map(finish).collect::<Result<_>>()?;
+            Ok(Some(batch))
         } else {
             self.begun = Some((batch, texts));
-            None
+            Ok(None)
         }
     }
 }

@@ -5,11 +5,11 @@
 
 use std::sync::Arc;
 
-use arrow::array::LargeBinaryArray;
 use farandole_dataset::Element;
 
 use crate::column::Field;
 use crate::pool::{Pool, Slab, typed_mut};
+use crate::texts::Gathered;
 
 /// Columns start at multiples of this.
 pub(crate) const ALIGN: usize = 64;
@@ -33,8 +33,8 @@ pub struct Held {
 pub struct Batch {
     slab: Slab,
     bytes: usize,
-    /// Contents of columns without a fixed size.
-    pub(crate) texts: Vec<Option<LargeBinaryArray>>,
+    /// Of columns without a fixed size, what is in them.
+    pub(crate) texts: Vec<Option<Gathered>>,
     pub(crate) fields: Arc<[Field]>,
     pub(crate) rows: usize,
     pub(crate) valid: usize,
@@ -95,10 +95,21 @@ impl Batch {
     }
 
     /// The values of a column of texts or bytes, one after the other: where each begins, and the last one ends, as
-    /// 64-bit integers, and what they are.
+    /// 64-bit integers, and what they are. If rows are padded, the values are the padded ones, and the places are those
+    /// of the values without padding.
     pub fn texts(&self, index: usize) -> Option<(&[u8], &[u8])> {
-        let array = self.texts.get(index)?.as_ref()?;
-        Some((array.offsets().inner().inner().as_slice(), array.value_data()))
+        let texts = self.texts.get(index)?.as_ref()?;
+        Some((texts.ends(), texts.values()))
+    }
+
+    /// Values of a row of a column whose rows are padded.
+    pub fn length(&self, index: usize) -> Option<usize> {
+        self.texts.get(index)?.as_ref()?.length
+    }
+
+    /// As [`Batch::texts`], for owners that hand them out.
+    pub fn texts_mut(&mut self, index: usize) -> Option<(&mut [u8], &mut [u8])> {
+        Some(self.texts.get_mut(index)?.as_mut()?.parts_mut())
     }
 
     /// All bytes, for owners that hand them out.

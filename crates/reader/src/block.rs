@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use arrow::array::{Array, LargeBinaryArray};
+use arrow::array::BinaryViewArray;
 use farandole_dataset::{Element, Part, permutation};
 
 use crate::batch::padded;
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::footer::Fetched;
 use crate::pages::Bench;
 use crate::pool::{Pool, Slab};
+use crate::texts::Stored;
 use crate::values::{Rows, Source, shuffle};
 
 /// Rows up to this many bytes are shuffled when they are decoded.
@@ -36,7 +37,7 @@ struct BlockColumn {
     /// Whether the rows are still in file order.
     lazy: bool,
     /// Its values, where they have no fixed size.
-    texts: Option<LargeBinaryArray>,
+    texts: Option<Stored>,
 }
 
 /// Decoded rows. Row `i` is the part's row `order[i]`.
@@ -142,7 +143,7 @@ impl Block {
     /// Bytes of values that have no fixed size.
     pub(crate) fn text_bytes(&self) -> u64 {
         let texts = self.columns.iter().filter_map(|column| column.texts.as_ref());
-        texts.map(|texts| texts.get_array_memory_size() as u64).sum()
+        texts.map(|texts| texts.held).fold(0, u64::saturating_add)
     }
 
     /// Rows of column `index`, whose values have no fixed size.
@@ -150,9 +151,9 @@ impl Block {
         &'a self,
         index: usize,
         rows: Rows<'a>,
-    ) -> Option<(&'a LargeBinaryArray, Rows<'a>)> {
+    ) -> Option<(&'a BinaryViewArray, Rows<'a>)> {
         let texts = self.columns.get(index)?.texts.as_ref()?;
-        Some((texts, Rows { order: self.order.as_deref(), ..rows }))
+        Some((&texts.values, Rows { order: self.order.as_deref(), ..rows }))
     }
 
     /// Bytes that a block of this part will take, but for values that have no fixed size.

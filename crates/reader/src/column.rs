@@ -3,7 +3,11 @@
 
 //! Columns, as files store them and as batches hold them.
 
+use std::sync::Arc;
+
 use farandole_dataset::{Column, Element};
+
+use crate::padding::Padding;
 
 /// A column as batches see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +57,8 @@ pub(crate) struct Selected {
     /// Replacement of nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
+    /// How its rows, the bytes of lists, are padded.
+    pub(crate) padding: Option<Arc<Padding>>,
 }
 
 impl Selected {

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use arrow::array::LargeBinaryArray;
+use arrow::array::BinaryViewArray;
 use arrow::datatypes::DataType;
 use farandole_dataset::{DataFile, Part};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
@@ -23,6 +23,7 @@ use crate::library::{self, Source};
 use crate::origin::Origin;
 use crate::pages::{Bench, Chunk, Levels, Spots, Stored, Trouble, decode, ranges};
 use crate::schema::{direct, leaf_of, shape_of};
+use crate::texts;
 
 /// A way to produce one column of a part.
 enum Way {
@@ -221,14 +222,15 @@ impl Recipe {
         (selected, index): (&Selected, usize),
         part: &Part,
         fetched: Option<&Fetched>,
-    ) -> Result<LargeBinaryArray> {
+    ) -> Result<texts::Stored> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let origin = Origin { file: &self.file, group: part.group, column: &selected.field.name };
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
         match self.ways.get(index) {
             Some(Way::Value(value)) => {
                 let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
-                Ok(LargeBinaryArray::from_iter_values(std::iter::repeat_n(value, rows)))
+                let values = BinaryViewArray::from_iter_values(std::iter::repeat_n(value, rows));
+                Ok(texts::Stored::new(values, 0))
             }
             Some(Way::Library { leaf }) => {
                 let bytes = match fetched {

@@ -90,7 +90,8 @@ impl Epoch {
         let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
         let rows = setup.plan.step(0).rows;
         let batch = (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
-        let share = Share::new(&setup, &cost, batch).map_err(|error| setup.refused(error))?;
+        let padded = setup.padded_of(rows);
+        let share = Share::new(&setup, &cost, batch, padded).map_err(|error| setup.refused(error))?;
         setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
@@ -234,6 +235,12 @@ impl Setup {
         self.texts((bytes, self.dataset.manifest().rows), rows)
     }
 
+    /// Bytes of so many padded rows, if the longest is among them.
+    fn padded_of(&self, rows: usize) -> u64 {
+        let padded = self.selected.iter().filter_map(|column| column.padding.as_ref());
+        padded.map(|padding| padding.bytes_of(rows) as u64).fold(0, u64::saturating_add)
+    }
+
     fn texts(&self, (bytes, of): (u64, u64), rows: u64) -> u64 {
         let texts = self.selected.iter().filter(|column| column.field.is_text()).count() as u64;
         if texts == 0 {
@@ -253,7 +260,9 @@ struct Share {
 }
 
 impl Share {
-    fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64) -> Result<Self> {
+    /// Of batches that take `batch` bytes, and up to `padded` more if their rows are padded: that decides how many are
+    /// ready at a time, not whether the budget is large enough, because most batches take less.
+    fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
         let open = setup.plan.least_bytes(|part| setup.cost(part).0);
@@ -264,6 +273,7 @@ impl Share {
         let Some(spare) = budget.checked_sub(needed) else {
             return Err(Error::Budget { budget, needed, blocks, batches });
         };
+        let batch = batch.saturating_add(padded);
         let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
         let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
         // Requests over a network do not wait for each other. Local files are there when they are needed, and memory
@@ -337,7 +347,11 @@ impl Shared {
                 Err(error) => self.fail(error),
             },
             Job::Assemble(mut draft, copying) => {
-                let batch = draft.copy(&self.fields, &copying, &self.setup.pool);
+                let columns = (&self.fields, &*self.setup.selected);
+                let batch = match draft.copy(columns, &copying, &self.setup.pool) {
+                    Ok(batch) => batch,
+                    Err(error) => return self.fail(error),
+                };
                 let Copying { pieces, blocks, last } = copying;
                 drop(blocks);
                 let mut state = self.state.lock();

@@ -230,6 +230,24 @@ pub enum Error {
         /// The allowed amount.
         budget: u64,
     },
+    /// A row of a ragged column that is no list.
+    #[error("column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes")]
+    Torn {
+        /// The column.
+        column: String,
+        /// Bytes of the row.
+        bytes: usize,
+        /// Bytes of a value.
+        width: usize,
+    },
+    /// Memory for padded rows that cannot be had.
+    #[error("there is no memory for the padded rows of column {column}: {bytes} bytes in a batch")]
+    Memory {
+        /// The column.
+        column: String,
+        /// How many.
+        bytes: usize,
+    },
     /// Next after an error or the end.
     #[error("this epoch already ended")]
     Ended,
@@ -284,6 +302,7 @@ impl Error {
             | Self::Cast { .. }
             | Self::Budget { .. }
             | Self::Overstated { .. }
+            | Self::Torn { .. }
             | Self::Ended
             | Self::Dataset(_) => Fault::Usage,
             Self::Store(error) => match error.fault() {
@@ -296,6 +315,7 @@ impl Error {
             | Self::Damaged { .. }
             | Self::Rows { .. }
             | Self::Corrupt { .. }
+            | Self::Memory { .. }
             | Self::Cache { .. }
             | Self::Thread { .. } => Fault::Environment,
         }

@@ -119,6 +119,11 @@ impl Fetched {
         Ok(Self { pieces: ranges.iter().map(|range| range.start).zip(pieces).collect(), length })
     }
 
+    /// Bytes of all pieces.
+    pub(crate) fn bytes(&self) -> usize {
+        self.pieces.iter().map(|(_, piece)| piece.len()).sum()
+    }
+
     /// Bytes from an offset on: so many, or all that there are.
     ///
     /// # Errors

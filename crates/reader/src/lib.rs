@@ -13,7 +13,8 @@
 //! ```
 //!
 //! Narrow columns are shuffled when they are decoded, column by column, while a block's column fits into the cache;
-//! batches then copy neighbouring values. Wide rows are moved once, from the decoded block into the batch.
+//! batches then copy neighbouring values. Wide rows are moved once, from the decoded block into the batch. Values of any
+//! length stay in the pages that they were read from until the batch copies them, padded to one length if so asked.
 //!
 //! If no batch is ready, the consumer creates the next one itself as soon as its blocks are loaded. If the blocks that
 //! end and those that begin in one step do not fit into the budget together, the rows of the former are copied first.
@@ -23,6 +24,7 @@
 //! ```text
 //! error, hive, pool, column           words, memory, what a column is
 //! pages, footer, intact, fill         bytes of files, replacements
+//! padding                             lists as rows of one length
 //! origin, schema, values, texts       places of errors, types, copies of values
 //! dataset, lists, library, decode     a directory; column chunks to values
 //! batch, cache, block                 what is held
@@ -58,6 +60,7 @@ mod intact;
 mod library;
 mod lists;
 mod origin;
+mod padding;
 mod pages;
 mod pool;
 mod reader;
@@ -71,4 +74,5 @@ pub use column::Field;
 pub use dataset::Dataset;
 pub use epoch::{Epoch, Next};
 pub use error::{Error, Fault, Result};
+pub use padding::Padding;
 pub use reader::{Options, Reader};

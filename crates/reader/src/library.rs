@@ -3,14 +3,20 @@
 
 //! Whole chunks decoded by the Parquet library: types and encodings that are rare.
 
-use arrow::array::{Array, ArrayRef, AsArray, LargeBinaryArray, RecordBatch};
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
-use arrow::datatypes::DataType;
+use arrow::datatypes::{DataType, Fields, Schema};
 use farandole_dataset::{Element, Part};
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
+use parquet::arrow::arrow_reader::{
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder,
+};
+use parquet::basic::Compression;
 use parquet::errors::ParquetError;
+use parquet::file::metadata::ColumnChunkMetaData;
 
 use crate::column::Selected;
 use crate::error::{Error, Result};
@@ -18,8 +24,9 @@ use crate::fill::filled;
 use crate::footer::{Fetched, chunk_range};
 use crate::lists::read_list;
 use crate::origin::Origin;
-use crate::pages::claims;
+use crate::pages::{Claims, claims};
 use crate::schema::shape_of;
+use crate::texts::Stored;
 
 /// Rows that the library decodes at once, for which it takes memory before it has seen any.
 const ROWS: usize = 1 << 20;
@@ -51,7 +58,9 @@ pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
         return read_list(footer, &fetched, leaf, part, &selected.field, origin);
     }
     let origin = source.origin;
-    let batch = read_flat(source, false)?;
+    source.check()?;
+    let footer = source.footer.clone();
+    let batch = read_flat(source, footer, ROWS, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     values(array, selected, origin)
 }
@@ -59,28 +68,75 @@ pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
 /// Reads the rows of a part of a root column of texts or bytes.
 ///
 /// # Errors
-/// Like [`read`], and texts that take too much.
-pub(crate) fn read_texts(source: Source<'_>) -> Result<LargeBinaryArray> {
+/// As [`read`], and texts that take too much.
+pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     let origin = source.origin;
-    let batch = read_flat(source, true)?;
+    let (most, claims) = (source.most, source.check()?);
+    let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
+    let stored =
+        if source.compression() == Some(Compression::UNCOMPRESSED) { source.fetched.bytes() } else { 0 };
+    let (batch, file) = match source.views() {
+        // Values cost what their pages do, however often a dictionary's are repeated.
+        Some(footer) if !claims.prefixes && claims.bytes <= room => {
+            let footer = footer.map_err(|error| origin.parquet(error))?;
+            (read_flat(source, footer, ROWS, usize::MAX)?, stored)
+        }
+        // Every row may be all of the dictionary.
+        _ => {
+            let (footer, once) = (source.footer.clone(), most / claims.dictionary.max(1));
+            (read_flat(source, footer, once.clamp(1, ROWS), room)?, 0)
+        }
+    };
     let array = batch.columns().first().ok_or(Error::Ended)?;
     let nulls = array.logical_null_count();
     if nulls > 0 {
         return Err(origin.nulls(nulls));
     }
-    let array = cast(array, &DataType::LargeBinary).map_err(|source| Error::Arrow {
+    let array = cast(array, &DataType::BinaryView).map_err(|source| Error::Arrow {
         column: origin.column.to_owned(),
         file: origin.file.to_owned(),
         source,
     })?;
-    array.as_binary_opt().cloned().ok_or(Error::Ended)
+    let values = array.as_binary_view_opt().ok_or(Error::Ended)?;
+    let bytes = values.lengths().map(|length| length as usize).fold(0, usize::saturating_add);
+    if bytes > room { Err(origin.parquet(over(room, most))) } else { Ok(Stored::new(values.clone(), file)) }
+}
+
+/// The error of texts that take more than `room` bytes, by a budget of `most`.
+fn over(room: usize, most: usize) -> ParquetError {
+    ParquetError::General(format!("its rows take more than {room} bytes, the byte budget is {most}"))
 }
 
 impl Source<'_> {
-    /// Checks the headers of the chunk's pages, which the library believes; returns the bytes of its dictionary.
-    fn check(&self) -> Result<usize> {
-        let group = self.footer.metadata().row_groups().get(self.part.group);
-        let chunk = group.and_then(|group| group.columns().get(self.leaf)).ok_or(Error::Ended)?;
+    fn chunk(&self) -> Option<&ColumnChunkMetaData> {
+        self.footer.metadata().row_groups().get(self.part.group)?.columns().get(self.leaf)
+    }
+
+    fn compression(&self) -> Option<Compression> {
+        self.chunk().map(ColumnChunkMetaData::compression)
+    }
+
+    /// A footer by which the library leaves the column's values in their pages; `None` for a column that is not of texts
+    /// or bytes of any length.
+    fn views(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
+        let root = self.footer.parquet_schema().get_column_root_idx(self.leaf);
+        let schema = self.footer.schema();
+        let kind = match schema.fields().get(root)?.data_type() {
+            DataType::Utf8 => DataType::Utf8View,
+            DataType::Binary => DataType::BinaryView,
+            _ => return None,
+        };
+        let mut fields = schema.fields().to_vec();
+        let field = fields.get_mut(root)?;
+        *field = Arc::new(field.as_ref().clone().with_data_type(kind));
+        let schema = Schema::new_with_metadata(Fields::from(fields), schema.metadata().clone());
+        let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
+        Some(ArrowReaderMetadata::try_new(Arc::clone(self.footer.metadata()), options))
+    }
+
+    /// Checks the headers of the chunk's pages, which the library believes.
+    fn check(&self) -> Result<Claims> {
+        let chunk = self.chunk().ok_or(Error::Ended)?;
         let range = chunk_range(chunk);
         let bytes = self.fetched.slice(range.start, usize::try_from(range.end - range.start).ok());
         let bytes = bytes.map_err(|source| self.origin.parquet(source))?;
@@ -90,17 +146,21 @@ impl Source<'_> {
     }
 }
 
-fn read_flat(source: Source<'_>, texts: bool) -> Result<RecordBatch> {
-    let dictionary = source.check()?;
-    let Source { footer, fetched, leaf, part, most, origin } = source;
+/// Reads a column by `footer`, `once` rows at a time, which may take `room` bytes in all.
+fn read_flat(
+    source: Source<'_>,
+    footer: ArrowReaderMetadata,
+    once: usize,
+    room: usize,
+) -> Result<RecordBatch> {
+    let Source { fetched, leaf, part, most, origin, .. } = source;
     let root = footer.parquet_schema().get_column_root_idx(leaf);
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
     let rows = count(part.rows.end - part.rows.start);
     let fail = |source| origin.parquet(source);
-    // Every row may be all of the dictionary.
-    let once = if texts { (most / dictionary.max(1)).clamp(1, ROWS) } else { ROWS };
-    let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(fetched, footer.clone())
-        .with_projection(ProjectionMask::roots(footer.parquet_schema(), [root]))
+    let projection = ProjectionMask::roots(footer.parquet_schema(), [root]);
+    let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(fetched, footer)
+        .with_projection(projection)
         .with_row_groups(vec![part.group])
         .with_offset(count(part.rows.start))
         .with_limit(rows)
@@ -108,14 +168,12 @@ fn read_flat(source: Source<'_>, texts: bool) -> Result<RecordBatch> {
         .build()
         .map_err(fail)?;
     let schema = arrow::array::RecordBatchReader::schema(&reader);
-    let (mut batches, mut bytes) = (Vec::new(), 0);
-    let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
+    let (mut batches, mut bytes) = (Vec::new(), 0_usize);
     for batch in reader {
         let batch = batch.map_err(|error| fail(error.into()))?;
-        bytes += batch.get_array_memory_size();
-        if texts && bytes > room {
-            let what = format!("its rows take more than {room} bytes, the byte budget is {most}");
-            return Err(fail(ParquetError::General(what)));
+        bytes = bytes.saturating_add(batch.get_array_memory_size());
+        if bytes > room {
+            return Err(fail(over(room, most)));
         }
         batches.push(batch);
     }

@@ -51,18 +51,21 @@ enum Memory {
 
 impl Memory {
     fn new(bytes: usize) -> Self {
-        if bytes >= LARGE
-            && let Ok(map) = MmapMut::map_anon(bytes)
-        {
-            if bytes >= HUGE {
-                // Kernels without them refuse; nothing is lost.
-                drop(map.advise(Advice::HugePage));
-            }
-            return Self::Large(map);
+        Self::mapped(bytes).unwrap_or_else(|| {
+            let mut buffer = MutableBuffer::default();
+            room(&mut buffer, bytes);
+            Self::Small(buffer)
+        })
+    }
+
+    /// Memory of its own, where `bytes` are many and the system has so many.
+    fn mapped(bytes: usize) -> Option<Self> {
+        let map = (bytes >= LARGE).then(|| MmapMut::map_anon(bytes).ok()).flatten()?;
+        if bytes >= HUGE {
+            // Kernels without them refuse; nothing is lost.
+            drop(map.advise(Advice::HugePage));
         }
-        let mut buffer = MutableBuffer::default();
-        room(&mut buffer, bytes);
-        Self::Small(buffer)
+        Some(Self::Large(map))
     }
 
     fn bytes(&self) -> &[u8] {
@@ -141,6 +144,23 @@ impl Pool {
 
     /// At least `bytes`, with whatever is in them, at an address that suits any value.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Slab {
+        let memory = self.kept(bytes).unwrap_or_else(|| Memory::new(bytes));
+        self.slab(memory, bytes)
+    }
+
+    /// As [`Pool::take`]; `None` if the system has not so many bytes.
+    pub(crate) fn try_take(self: &Arc<Self>, bytes: usize) -> Option<Slab> {
+        let made = || if bytes < LARGE { Some(Memory::new(bytes)) } else { Memory::mapped(bytes) };
+        let memory = self.kept(bytes).or_else(made);
+        if memory.is_none() {
+            let mut held = self.held.lock();
+            held.used = held.used.saturating_sub(bytes);
+        }
+        Some(self.slab(memory?, bytes))
+    }
+
+    /// Memory that nobody uses, if some fits; `bytes` count as used in any case.
+    fn kept(&self, bytes: usize) -> Option<Memory> {
         let mut held = self.held.lock();
         let most = bytes.saturating_add(bytes / 4).max(4096);
         let fits = |memory: &Memory| (bytes..=most).contains(&memory.bytes().len());
@@ -149,14 +169,15 @@ impl Pool {
             Some(_) => Vec::new(),
             None => held.shed(bytes, self.limit.load(Ordering::Relaxed)),
         };
-        held.used += found.as_ref().map_or(bytes, |memory| memory.bytes().len());
+        held.used = held.used.saturating_add(bytes);
         drop(held);
         drop(shed);
-        let memory = found.unwrap_or_else(|| {
-            let memory = reserved(bytes, fits).unwrap_or_else(|| Memory::new(bytes));
-            self.held.lock().used += memory.bytes().len().saturating_sub(bytes);
-            memory
-        });
+        found.or_else(|| reserved(bytes, fits))
+    }
+
+    /// Memory of which `bytes` count as used.
+    fn slab(self: &Arc<Self>, memory: Memory, bytes: usize) -> Slab {
+        self.held.lock().used += memory.bytes().len().saturating_sub(bytes);
         Slab { memory: Some(memory), pool: Arc::clone(self) }
     }
 
@@ -293,6 +314,15 @@ mod tests {
         drop(claim);
         let large = pool.take(3 << 20);
         assert_eq!((kept(&pool), pool.held.lock().used), (0, large.bytes().len()));
+    }
+
+    #[test]
+    fn memory_that_the_system_has_not_is_none_and_counts_as_nothing() {
+        let pool = Pool::new(1 << 20);
+        assert!(pool.try_take(1 << 50).is_none());
+        assert_eq!(pool.held.lock().used, 0);
+        let (small, large) = (pool.try_take(100).unwrap(), pool.try_take(1 << 20).unwrap());
+        assert_eq!(pool.held.lock().used, small.bytes().len() + large.bytes().len());
     }
 
     #[test]

@@ -15,6 +15,7 @@ use crate::dataset::Dataset;
 use crate::epoch::{Epoch, Setup};
 use crate::error::{Error, Result};
 use crate::fill::fits;
+use crate::padding::Padding;
 use crate::pool::Pool;
 use crate::values::castable;
 
@@ -46,6 +47,8 @@ pub struct Options {
     pub fill: HashMap<String, f64>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub allow_nan: bool,
+    /// How the rows of ragged columns, which are stored as bytes, are padded to one length.
+    pub pad: HashMap<String, Padding>,
     /// A directory where decoded blocks are kept for all readers of this host that read the same columns.
     pub cache: Option<String>,
 }
@@ -65,6 +68,7 @@ impl Default for Options {
             cast: HashMap::new(),
             fill: HashMap::new(),
             allow_nan: true,
+            pad: HashMap::new(),
             cache: None,
         }
     }
@@ -87,7 +91,11 @@ impl Reader {
     /// Unknown or unreadable columns, casts that cannot be, a rank past the size, no batch size.
     pub fn new(dataset: Arc<Dataset>, options: Options) -> Result<Self> {
         let fields = dataset.select(options.columns.as_deref())?;
-        for (what, names) in [("cast", names(&options.cast)), ("filled", names(&options.fill))] {
+        for (what, names) in [
+            ("cast", names(&options.cast)),
+            ("filled", names(&options.fill)),
+            ("padded", names(&options.pad)),
+        ] {
             let unknown = |name: &&String| *name != "*" && !fields.iter().any(|f| f.name == **name);
             if let Some(name) = names.into_iter().find(unknown) {
                 dataset.select(Some(std::slice::from_ref(name)))?;
@@ -168,8 +176,16 @@ fn select(field: Field, options: &Options) -> Result<Selected> {
         return Err(unreadable(&format!("its {} cannot be filled with {value}", field.element.name())));
     }
     let fill = named.or_else(|| options.fill.get("*").filter(|value| fits(field.element, **value))).copied();
+    let padding = options.pad.get(&field.name);
+    if padding.is_some() && field.element != Element::Binary {
+        return Err(unreadable("only lists of different lengths are padded"));
+    }
+    if let Some(what) = padding.and_then(Padding::wrong) {
+        return Err(unreadable(what));
+    }
     let out = cast(&field, &options.cast)?;
-    Ok(Selected { out, fill, allow_nan: options.allow_nan, field })
+    let padding = padding.cloned().map(Arc::new);
+    Ok(Selected { out, fill, allow_nan: options.allow_nan, padding, field })
 }
 
 fn cast(field: &Field, casts: &HashMap<String, String>) -> Result<Element> {

@@ -72,6 +72,7 @@ class Reader:
         cast: dict[str, str] | None = None,
         fill: dict[str, float] | None = None,
         allow_nan: bool = True,
+        pad: dict[str, tuple[bytes, int, int, bool]] | None = None,
         cache: str | None = None,
     ) -> Reader:
         """Chooses columns and checks the request.
@@ -92,6 +93,9 @@ class Reader:
                 stands for all other float columns.
             fill: What nulls, and NaN among floats, become, by column; `"*"` stands for all other columns.
             allow_nan: Takes NaN that is not filled, and infinities, as values like any others.
+            pad: How the rows of ragged columns, which are stored as bytes, become rows of one length: the bytes of the
+                value that fills a row, how many values are kept, of what the lengths are multiples, and whether every
+                batch has the largest.
             cache: A directory where decoded data is kept for all readers of this host that read the same columns.
         """
     @property
@@ -128,8 +132,15 @@ class Batch(Buffer):
         """First byte of each column, multiples of 64."""
     def column(self, name: str) -> Column:
         """A column of numbers."""
-    def texts(self, name: str) -> tuple[bytes, bytes]:
-        """A column of texts or bytes: where each value begins, and the last one ends, as int64; and all values."""
+    def texts(self, name: str) -> tuple[memoryview, memoryview]:
+        """A column of texts or bytes, without a copy.
+
+        The first view has the byte where each value begins, and where the last one ends, as int64; the second one has
+        all values. If rows are padded, these are `rows` times `length(name)` padded ones, and the first view is that of
+        the rows without padding.
+        """
+    def length(self, name: str) -> int | None:
+        """Number of values of each row of a padded column; `None` for other columns."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def weights(self) -> Column:
         """float32, one per row: 1, or 0 for padding."""

@@ -101,9 +101,9 @@ def objects(batch: Batch, name: str, dtype: str) -> Any:
     import numpy as np  # noqa: PLC0415 - optional
 
     ends, values = batch.texts(name)
-    pieces = [values[start:end] for start, end in itertools.pairwise(memoryview(ends).cast("q"))]
+    pieces = [values[start:end] for start, end in itertools.pairwise(ends.cast("q"))]
     array = np.empty(len(pieces), object)
-    array[:] = [piece.decode() for piece in pieces] if dtype == "utf8" else pieces
+    array[:] = [str(piece, "utf-8") for piece in pieces] if dtype == "utf8" else [bytes(piece) for piece in pieces]
     return array
 
 

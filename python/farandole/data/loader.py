@@ -149,9 +149,10 @@ class ParquetLoader(BaseDataLoader):
         if self._columns is None and self._ragged:
             stored = self.dataset.columns
             self._columns = [one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged]
+        if self._columns is not None:
+            self._ragged = {name: self._ragged[name] for name in self._columns if name in self._ragged}
         self._reader = self._make_reader(self.rank, self.size)
         self._fields = self._reader.columns
-        self._ragged = {field.name: self._ragged[field.name] for field in self._fields if field.name in self._ragged}
         if self._ragged and self._transform is not None:
             raise ValueError(f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}")
         if self.tail == "pad" and any(field.name == WEIGHTS for field in self._fields):
@@ -177,6 +178,7 @@ class ParquetLoader(BaseDataLoader):
             cast=self._cast or None,
             fill=self._fill or None,
             allow_nan=self._allow_nan,
+            pad={name: one.padding() for name, one in self._ragged.items() if not one.nested} or None,
             cache=directory_for(self.dataset, self._columns) if self._cached else None,
         )
 

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Columns of lists that have different lengths: how they are stored, and how they become arrays.
 
-Prepared data contains the bytes of each row's values, which the native reader gathers like any column of bytes. A batch
-is padded when it is returned, to the shortest of a few lengths that fits its longest row, or it becomes a nested tensor
-without padding.
+Prepared data contains the bytes of each row's values. The native reader pads the rows of a batch to the shortest of a
+few lengths that fits the longest, or gathers them without padding for a nested tensor. Arrays and tensors use its
+memory.
 """
 
 from __future__ import annotations
@@ -144,8 +144,12 @@ class Ragged:
         Args:
             longest: of its rows.
         """
-        step = -(-self.max_length // self.buckets)
-        return min(self.max_length, max(1, -(-longest // step)) * step)
+        return min(self.max_length, max(1, -(-longest // self._step)) * self._step)
+
+    @property
+    def _step(self) -> int:
+        """Number of values of which lengths are multiples."""
+        return -(-self.max_length // self.buckets)
 
     def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
         """Returns the rows of one length, (rows, length).
@@ -174,33 +178,37 @@ class Ragged:
             batch: of the native reader.
             name: of the column.
         """
-        starts, _ = self._stored(batch, name)
-        return np.minimum(np.diff(starts), self.max_length)
+        ends, _ = batch.texts(name)
+        return np.minimum(np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length)
 
-    def read(self, batch: Batch, name: str, *, fixed: bool = False) -> Array:
-        """Returns the rows of a batch of prepared data.
+    def padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
+        """How the native reader pads the rows: an item of its argument `pad`.
 
         Args:
-            batch: of the native reader.
-            name: of the column.
             fixed: as in `padded`.
         """
-        return self.padded(*self._stored(batch, name), fixed=fixed)
+        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._step, fixed
+
+    def read(self, batch: Batch, name: str) -> Array:
+        """The padded rows of a batch of prepared data, (rows, length), in the memory of the batch.
+
+        Args:
+            batch: of a native reader that was made with `padding`.
+            name: of the column.
+        """
+        _, values = batch.texts(name)
+        return np.frombuffer(values, self.dtype).reshape(batch.rows, batch.length(name) or 0)
 
     def jagged(self, batch: Batch, name: str) -> Jagged:
-        """Returns the rows of a batch of prepared data, without padding.
+        """The rows of a batch of prepared data, without padding. Their values are in the memory of the batch.
 
         Args:
             batch: of the native reader.
             name: of the column.
         """
-        starts, values = self._stored(batch, name)
-        return Jagged(values.copy(), starts)
-
-    def _stored(self, batch: Batch, name: str) -> tuple[Array, Array]:
-        """Returns the offset of each row's first value, with the end of the last row, and the read-only values."""
         ends, values = batch.texts(name)
-        return np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize, np.frombuffer(values, self.dtype)
+        starts = np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize
+        return Jagged(np.frombuffer(values, self.dtype), starts)
 
     def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
         """Returns the rows of an Arrow column; a null has no values.

@@ -5,13 +5,25 @@
 
 use crate::pages::thrift::{PageKind, page_header};
 
-/// Checks the pages of `chunk` until all of its `values` have come: no page may take more than `most` bytes. Returns how
-/// many bytes a dictionary has, which is what every value may take.
+const DELTA_BYTE_ARRAY: i64 = 7;
+
+/// What the pages of a chunk say of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Claims {
+    /// Bytes of a dictionary, which is what every value may take.
+    pub(crate) dictionary: usize,
+    /// Bytes of all pages, decoded.
+    pub(crate) bytes: usize,
+    /// Whether values may be stored as parts of the one before: a page may then decode to any number of bytes.
+    pub(crate) prefixes: bool,
+}
+
+/// Checks the pages of `chunk` until all of its `values` have come: no page may take more than `most` bytes.
 ///
 /// # Errors
 /// What is wrong with a page.
-pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<usize, String> {
-    let (mut at, mut seen, mut dictionary) = (0_usize, 0_usize, 0_usize);
+pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<Claims, String> {
+    let (mut at, mut seen, mut found) = (0_usize, 0_usize, Claims::default());
     while seen < values {
         let rest = chunk.get(at..).filter(|rest| !rest.is_empty());
         let rest = rest.ok_or_else(|| "there are fewer values than announced".to_owned())?;
@@ -23,21 +35,23 @@ pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<usize, 
         if header.uncompressed > most {
             return Err(format!("a page claims {} bytes, the byte budget is {most}", header.uncompressed));
         }
+        found.bytes = found.bytes.saturating_add(header.uncompressed);
         match header.kind {
             // Each takes a byte at least, or has a length.
             PageKind::Dictionary if header.entries > header.uncompressed => {
                 return Err(format!("a dictionary claims {} values", header.entries));
             }
-            PageKind::Dictionary => dictionary = dictionary.max(header.uncompressed),
+            PageKind::Dictionary => found.dictionary = found.dictionary.max(header.uncompressed),
             PageKind::Data | PageKind::DataV2 { .. } => {
                 seen = seen.saturating_add(header.entries);
                 if seen > values {
                     return Err(format!("pages claim more than the {values} values of their chunk"));
                 }
+                found.prefixes |= header.encoding == DELTA_BYTE_ARRAY;
             }
             PageKind::Other => {}
         }
         at += length + header.compressed;
     }
-    Ok(dictionary)
+    Ok(found)
 }

@@ -15,6 +15,6 @@ mod thrift;
 mod values;
 
 pub(crate) use chunk::{Bench, Chunk, Levels, Trouble, decode};
-pub(crate) use claims::claims;
+pub(crate) use claims::{Claims, claims};
 pub(crate) use spots::{Lost, Spots, find, ranges};
 pub(crate) use values::Stored;

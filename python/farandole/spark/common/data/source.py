@@ -121,6 +121,9 @@ class Source:
         fixed: bool = False,
     ) -> None:
         missing = missing or Missing()
+        self._ragged = dict(ragged or {})
+        self._nested = [name for name in columns if name in self._ragged and self._ragged[name].nested]
+        fixed = fixed or (in_memory and not moves)
         with seen(url):
             dataset = Dataset.open(url)
             self._reader = Reader(
@@ -133,16 +136,14 @@ class Source:
                 shuffle=shuffle,
                 threads=threads,
                 tail="pad",
-                cast={name: to for name, to in columns.items() if to is not None and name not in (ragged or {})},
+                cast={name: to for name, to in columns.items() if to is not None and name not in self._ragged},
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
+                pad={name: self._ragged[name].padding(fixed=fixed) for name in columns if name in self._ragged} or None,
                 cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
             )
-        self._ragged = dict(ragged or {})
-        self._nested = [name for name in columns if name in self._ragged and self._ragged[name].nested]
         if self._nested and transformation is not None:
             raise ValueError(f"a transformation_fn takes no nested columns: {', '.join(self._nested)}")
-        self._fixed = fixed or (in_memory and not moves)
         texts = [one.name for one in self._reader.columns if one.dtype in TEXTS and one.name not in self._ragged]
         if texts and transformation is None:
             raise ValueError(f"tensors cannot hold strings: a transformation_fn can make numbers of {', '.join(texts)}")
@@ -278,7 +279,7 @@ class Source:
 
     def _array(self, batch: Batch, name: str) -> npt.NDArray[Any]:
         if name in self._ragged:
-            return self._ragged[name].read(batch, name, fixed=self._fixed)
+            return self._ragged[name].read(batch, name)
         return array(batch, name)
 
     def _from_memory(self, number: int) -> Generator[Rows]:

@@ -382,8 +382,8 @@ def _read(store: native.Store, where: str, names: list[str], most: int) -> Itera
 def _value(row: reader.Batch, name: str) -> bytes:
     """Returns the value of a column in a batch of one row."""
     bounds, values = row.texts(name)
-    first, last = memoryview(bounds).cast("q")
-    return values if last - first == len(values) else values[first:last]
+    first, last = bounds.cast("q")
+    return bytes(values[first:last])
 
 
 def _is_visible(name: str) -> bool:

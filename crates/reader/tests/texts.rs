@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Columns of any length, however they lie in a file: as they are, and as lists that are padded.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arrow::array::{
+    ArrayRef, BinaryArray, FixedSizeBinaryArray, Int64Array, LargeBinaryArray, RecordBatch, StringArray,
+};
+use farandole_reader::{Batch, Dataset, Epoch, Error, Next, Options, Padding, Reader};
+use farandole_store::Store;
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, Encoding, ZstdLevel};
+use parquet::file::properties::{WriterProperties, WriterPropertiesBuilder, WriterVersion};
+
+const ROWS: i64 = 900;
+
+fn text(row: i64) -> String {
+    format!("row {row} ").repeat(usize::try_from(row % 9).unwrap())
+}
+
+fn tokens(row: i64) -> Vec<u8> {
+    (0..row % 11).flat_map(|place| i32::try_from(row + place).unwrap().to_le_bytes()).collect()
+}
+
+/// Two files, whose values repeat themselves after `modulo` rows.
+fn write(url: &str, properties: WriterPropertiesBuilder, modulo: i64) {
+    let store = Store::open(url).unwrap();
+    let properties = properties.set_max_row_group_row_count(Some(300)).set_data_page_row_count_limit(64);
+    let properties = properties.set_write_batch_size(16).build();
+    for (file, rows) in [0..ROWS / 3, ROWS / 3..ROWS].into_iter().enumerate() {
+        let id = |row: i64| row % modulo;
+        let columns: [(&str, ArrayRef); 4] = [
+            ("row", Arc::new(Int64Array::from_iter_values(rows.clone()))),
+            ("text", Arc::new(StringArray::from_iter_values(rows.clone().map(|row| text(id(row)))))),
+            ("tokens", Arc::new(LargeBinaryArray::from_iter_values(rows.clone().map(|row| tokens(id(row)))))),
+            (
+                "fixed",
+                Arc::new(FixedSizeBinaryArray::try_from_iter(rows.map(|row| id(row).to_le_bytes())).unwrap()),
+            ),
+        ];
+        let batch = RecordBatch::try_from_iter(columns).unwrap();
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.clone())).unwrap();
+        writer.write(&batch).unwrap();
+        store.write(&format!("{file}.parquet"), writer.into_inner().unwrap().into()).unwrap();
+    }
+}
+
+fn options() -> Options {
+    let columns = ["row", "text", "tokens", "fixed"].map(str::to_owned).to_vec();
+    Options { columns: Some(columns), batch_size: 70, ..Options::default() }
+}
+
+fn next(epoch: &Epoch) -> Option<Batch> {
+    match epoch.next(Duration::from_secs(30)).unwrap() {
+        Next::Batch(batch) => Some(batch),
+        Next::End => None,
+        Next::Pending => unreachable!("no batch within 30 s"),
+    }
+}
+
+fn rows(batch: &Batch) -> Vec<i64> {
+    batch.bytes(0).unwrap().chunks_exact(8).map(|row| i64::from_le_bytes(row.try_into().unwrap())).collect()
+}
+
+fn ends(bytes: &[u8]) -> Vec<usize> {
+    let end = |bytes: &[u8]| usize::try_from(i64::from_le_bytes(bytes.try_into().unwrap())).unwrap();
+    bytes.chunks_exact(8).map(end).collect()
+}
+
+/// Reads all in batches, and compares every value with what its row says.
+fn check(url: &str, modulo: i64, shuffle: bool) {
+    let dataset = Arc::new(Dataset::open(url).unwrap());
+    let epoch = Reader::new(dataset, Options { shuffle, ..options() }).unwrap().epoch(0, 0).unwrap();
+    let mut seen = Vec::new();
+    while let Some(batch) = next(&epoch) {
+        let rows = rows(&batch);
+        let kinds: [(usize, fn(i64) -> Vec<u8>); 3] =
+            [(1, |id| text(id).into_bytes()), (2, tokens), (3, |id| id.to_le_bytes().to_vec())];
+        for (index, of) in kinds {
+            let (places, values) = batch.texts(index).unwrap();
+            let places = ends(places);
+            assert_eq!(places.len(), rows.len() + 1);
+            for (row, place) in rows.iter().zip(places.windows(2)) {
+                assert_eq!(values[place[0]..place[1]], of(row % modulo), "row {row} of {url}");
+            }
+        }
+        seen.extend(rows);
+    }
+    seen.sort_unstable();
+    assert!(seen.into_iter().eq(0..ROWS), "every row once in {url}");
+}
+
+#[test]
+fn values_of_any_length_are_the_same_however_they_are_stored() {
+    let codecs = [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::LZ4_RAW,
+        Compression::ZSTD(ZstdLevel::default()),
+        Compression::GZIP(Default::default()),
+    ];
+    for version in [WriterVersion::PARQUET_1_0, WriterVersion::PARQUET_2_0] {
+        for (number, codec) in codecs.into_iter().enumerate() {
+            for (modulo, dictionary) in [(ROWS, false), (ROWS, true), (7, true), (1, true)] {
+                let url = format!("memory://texts-{version:?}-{number}-{modulo}-{dictionary}");
+                let properties =
+                    WriterProperties::builder().set_writer_version(version).set_compression(codec);
+                // The dictionary of many values is given up on the way.
+                let properties =
+                    properties.set_dictionary_enabled(dictionary).set_dictionary_page_size_limit(400);
+                write(&url, properties, modulo);
+                check(&url, modulo, modulo != 7);
+            }
+        }
+    }
+    for encoding in [Encoding::DELTA_BYTE_ARRAY, Encoding::DELTA_LENGTH_BYTE_ARRAY] {
+        let url = format!("memory://texts-{encoding:?}");
+        let properties = WriterProperties::builder().set_dictionary_enabled(false);
+        let properties = ["text", "tokens"]
+            .iter()
+            .fold(properties, |properties, name| properties.set_column_encoding((*name).into(), encoding));
+        write(&url, properties, ROWS);
+        check(&url, ROWS, true);
+    }
+}
+
+fn padding(most: usize, step: usize) -> Padding {
+    Padding { fill: (-1_i32).to_le_bytes().to_vec(), most, step, fixed: false }
+}
+
+#[test]
+fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
+    write("memory://padded", WriterProperties::builder(), ROWS);
+    let dataset = Arc::new(Dataset::open("memory://padded").unwrap());
+    let cases: [(usize, usize, bool, &[usize]); 3] =
+        [(10, 10, false, &[10]), (10, 3, false, &[3, 6, 9, 10]), (7, 7, true, &[7])];
+    for (most, step, fixed, widths) in cases {
+        let pad = HashMap::from([("tokens".to_owned(), Padding { fixed, ..padding(most, step) })]);
+        let reader = Reader::new(Arc::clone(&dataset), Options { pad, batch_size: 3, ..options() }).unwrap();
+        let epoch = reader.epoch(0, 0).unwrap();
+        let mut found = Vec::new();
+        while let Some(batch) = next(&epoch) {
+            let length = batch.length(2).unwrap();
+            let (places, values) = batch.texts(2).unwrap();
+            assert_eq!(values.len(), batch.rows() * length * 4);
+            assert_eq!(values.as_ptr().align_offset(64), 0);
+            let rows = rows(&batch);
+            let lengths: Vec<usize> = ends(places).windows(2).map(|pair| pair[1] - pair[0]).collect();
+            assert_eq!(lengths, rows.iter().map(|row| tokens(*row).len()).collect::<Vec<_>>());
+            for (row, values) in rows.iter().zip(values.chunks_exact(length * 4)) {
+                let mut wanted = tokens(*row);
+                wanted.resize(wanted.len().max(length * 4), 0xFF);
+                assert_eq!(values, &wanted[..length * 4], "row {row}");
+            }
+            assert_eq!(batch.length(1), None);
+            found.push(length);
+        }
+        found.sort_unstable();
+        found.dedup();
+        assert_eq!(found, widths);
+    }
+}
+
+#[test]
+fn a_column_that_cannot_be_padded_is_named() {
+    write("memory://unpadded", WriterProperties::builder(), ROWS);
+    let dataset = Arc::new(Dataset::open("memory://unpadded").unwrap());
+    let open = |column: &str, padding| {
+        let pad = HashMap::from([(column.to_owned(), padding)]);
+        Reader::new(Arc::clone(&dataset), Options { pad, ..options() })
+    };
+    let told = |column: &str, padding| open(column, padding).unwrap_err().to_string();
+    assert!(told("row", padding(1, 1)).contains("column row cannot be read into batches: only lists"));
+    assert!(told("text", padding(1, 1)).contains("column text cannot be read into batches: only lists"));
+    assert!(told("other", padding(1, 1)).contains("other"));
+    assert!(
+        told("tokens", padding(0, 1))
+            .contains("column tokens cannot be read into batches: rows are padded to")
+    );
+    assert!(told("tokens", Padding { fill: Vec::new(), ..padding(1, 1) }).contains("has no bytes"));
+    let torn = open("tokens", Padding { fill: vec![0; 8], ..padding(9, 9) }).unwrap().epoch(0, 0).unwrap();
+    let error = torn.next(Duration::from_secs(30)).unwrap_err();
+    assert!(matches!(&error, Error::Torn { column, width: 8, .. } if column == "tokens"), "{error}");
+    assert!(matches!(torn.next(Duration::from_secs(30)), Err(Error::Ended)));
+    let endless =
+        open("tokens", Padding { fixed: true, ..padding(1 << 50, 1) }).unwrap().epoch(0, 0).unwrap();
+    let error = endless.next(Duration::from_secs(30)).unwrap_err();
+    assert!(matches!(&error, Error::Memory { column, .. } if column == "tokens"), "{error}");
+}
+
+#[test]
+fn one_value_in_every_row_takes_no_more_memory_than_once_and_is_refused_where_it_is_too_much_for_batches() {
+    let long = vec![7_u8; 1 << 20];
+    let write = |url: &str, rows: usize| {
+        let column: ArrayRef = Arc::new(BinaryArray::from_iter_values(std::iter::repeat_n(&long, rows)));
+        let batch = RecordBatch::try_from_iter([("x", column)]).unwrap();
+        let properties = WriterProperties::builder().set_dictionary_page_size_limit(4 << 20).build();
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties)).unwrap();
+        writer.write(&batch).unwrap();
+        let bytes = writer.into_inner().unwrap();
+        assert!(bytes.len() < 2 << 20, "it is in a dictionary");
+        Store::open(url).unwrap().write("0.parquet", bytes.into()).unwrap();
+    };
+    let read = |url: &str| {
+        let dataset = Arc::new(Dataset::open(url).unwrap());
+        let columns = Some(vec!["x".to_owned()]);
+        let options = Options { columns, batch_size: 1, byte_budget: 32 << 20, ..Options::default() };
+        let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
+        let mut rows = 0;
+        loop {
+            match epoch.next(Duration::from_secs(30))? {
+                Next::Batch(batch) => {
+                    assert_eq!(batch.texts(0).unwrap().1, long);
+                    rows += 1;
+                }
+                other => {
+                    assert!(matches!(other, Next::End));
+                    return Ok::<_, Error>(rows);
+                }
+            }
+        }
+    };
+    write("memory://repeated", 100);
+    assert_eq!(read("memory://repeated").unwrap(), 100);
+    write("memory://too-often", 200);
+    let error = read("memory://too-often").unwrap_err().to_string();
+    assert!(
+        error.contains("column x: ") && error.contains("its rows take more than 134217728 bytes"),
+        "{error}"
+    );
+}
