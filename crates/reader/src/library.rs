@@ -33,6 +33,8 @@ const ROWS: usize = 1 << 20;
 
 /// Bytes that the texts of a part may take in any case, and how many times the budget otherwise: files say little of them.
 const TEXTS: (usize, usize) = (64 << 20, 4);
+/// Bytes of a text's length, which each text of a dictionary has.
+const LENGTH: usize = 4;
 
 /// A column chunk for the library, and what it may cost.
 pub(crate) struct Source<'a> {
@@ -73,11 +75,18 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     let origin = source.origin;
     let (most, claims) = (source.most, source.check()?);
     let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
-    let stored =
-        if source.compression() == Some(Compression::UNCOMPRESSED) { source.fetched.bytes() } else { 0 };
-    let (batch, file) = match source.views() {
+    let is_stored = source.compression() == Some(Compression::UNCOMPRESSED);
+    let stored = if is_stored { source.fetched.bytes() } else { 0 };
+    let dictionary = if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
+    let footer = source.views();
+    if footer.is_some() && claims.entries > dictionary / LENGTH {
+        let what = format!("a dictionary claims {} values", claims.entries);
+        return Err(origin.parquet(ParquetError::General(what)));
+    }
+    let views = claims.entries.saturating_mul(size_of::<u128>());
+    let (batch, file) = match footer {
         // Values cost what their pages do, however often a dictionary's are repeated.
-        Some(footer) if !claims.prefixes && claims.bytes <= room => {
+        Some(footer) if !claims.prefixes && claims.bytes.max(views) <= room => {
             let footer = footer.map_err(|error| origin.parquet(error))?;
             (read_flat(source, footer, ROWS, usize::MAX)?, stored)
         }

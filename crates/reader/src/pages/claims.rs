@@ -5,7 +5,9 @@
 
 use crate::pages::thrift::{PageKind, page_header};
 
-const DELTA_BYTE_ARRAY: i64 = 7;
+/// Encodings in which a value takes no more bytes than its page, or its dictionary, has: PLAIN, PLAIN_DICTIONARY,
+/// DELTA_LENGTH_BYTE_ARRAY and RLE_DICTIONARY.
+const WHOLE: [i64; 4] = [0, 2, 6, 8];
 
 /// What the pages of a chunk say of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,6 +16,9 @@ pub(crate) struct Claims {
     pub(crate) dictionary: usize,
     /// Bytes of all pages, decoded.
     pub(crate) bytes: usize,
+    /// The most values of a dictionary, and the bytes of its page as they are stored.
+    pub(crate) entries: usize,
+    pub(crate) stored: usize,
     /// Whether values may be stored as parts of the one before: a page may then decode to any number of bytes.
     pub(crate) prefixes: bool,
 }
@@ -41,13 +46,17 @@ pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<Claims,
             PageKind::Dictionary if header.entries > header.uncompressed => {
                 return Err(format!("a dictionary claims {} values", header.entries));
             }
-            PageKind::Dictionary => found.dictionary = found.dictionary.max(header.uncompressed),
+            PageKind::Dictionary => {
+                found.dictionary = found.dictionary.max(header.uncompressed);
+                found.entries = found.entries.max(header.entries);
+                found.stored = found.stored.max(header.compressed);
+            }
             PageKind::Data | PageKind::DataV2 { .. } => {
                 seen = seen.saturating_add(header.entries);
                 if seen > values {
                     return Err(format!("pages claim more than the {values} values of their chunk"));
                 }
-                found.prefixes |= header.encoding == DELTA_BYTE_ARRAY;
+                found.prefixes |= !WHOLE.contains(&header.encoding);
             }
             PageKind::Other => {}
         }

@@ -60,7 +60,7 @@ struct Bytes<'a> {
 
 /// A field's header: its number and its type, 0 at the end of the structure.
 struct Field {
-    id: i64,
+    id: i16,
     kind: u8,
 }
 
@@ -88,16 +88,21 @@ impl Bytes<'_> {
         Ok((value >> 1).cast_signed() ^ -((value & 1).cast_signed()))
     }
 
-    fn size(&mut self) -> Read<usize> {
-        usize::try_from(self.integer()?).map_err(|_| Wrong::Garbage)
+    /// Reads a number of 32 bits. The library cuts longer ones off, and so would read another number.
+    fn short(&mut self) -> Read<i64> {
+        self.integer().and_then(|number| i32::try_from(number).map(i64::from).map_err(|_| Wrong::Garbage))
     }
 
-    fn field(&mut self, last: i64) -> Read<Field> {
+    fn size(&mut self) -> Read<usize> {
+        usize::try_from(self.short()?).map_err(|_| Wrong::Garbage)
+    }
+
+    fn field(&mut self, last: i16) -> Read<Field> {
         let byte = self.byte()?;
-        let (delta, kind) = (i64::from(byte >> 4), byte & 0x0F);
+        let (delta, kind) = (i16::from(byte >> 4), byte & 0x0F);
         let id = match (kind, delta) {
             (0, _) => last,
-            (_, 0) => self.integer()?,
+            (_, 0) => i16::try_from(self.integer()?).map_err(|_| Wrong::Garbage)?,
             _ => last.checked_add(delta).ok_or(Wrong::Garbage)?,
         };
         Ok(Field { id, kind })
@@ -176,7 +181,7 @@ pub(crate) fn page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
     let (mut v1, mut dictionary, mut v2) = ([None; 5], [None; 3], [None; 8]);
     bytes.each(|bytes, field| {
         match (field.id, field.kind) {
-            (1, 5) => kind = Some(bytes.integer()?),
+            (1, 5) => kind = Some(bytes.short()?),
             (2, 5) => uncompressed = Some(bytes.size()?),
             (3, 5) => compressed = Some(bytes.size()?),
             (4, 5) => crc = Some(bytes.integer()?),
@@ -187,6 +192,10 @@ pub(crate) fn page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
         }
         Ok(())
     })?;
+    // All of them have 32 bits; see `short`.
+    if v1.iter().chain(&dictionary).chain(&v2).flatten().any(|number| i32::try_from(*number).is_err()) {
+        return Err(Wrong::Garbage);
+    }
     let [_, v1_values, v1_encoding, v1_definition, v1_repetition] = v1;
     let [_, dictionary_values, dictionary_encoding] = dictionary;
     let [_, v2_values, _, _, v2_encoding, v2_definition, v2_repetition, v2_compressed] = v2;
@@ -279,6 +288,18 @@ mod tests {
         assert_eq!(page_header(&[0x00]), Err(Wrong::Garbage));
         let negative = [0x15, 0x00, 0x15, 0x01, 0x15, 0x64, 0x00];
         assert_eq!(page_header(&negative), Err(Wrong::Garbage));
+    }
+
+    #[test]
+    fn numbers_that_the_library_would_cut_off_are_no_header() {
+        let encoding = 13;
+        assert_eq!(V1[encoding], 0x10);
+        // RLE_DICTIONARY (8) and 2^32 more.
+        let long = [&V1[..encoding], &[0x90, 0x80, 0x80, 0x80, 0x20], &V1[encoding + 1..]].concat();
+        assert_eq!(page_header(&long), Err(Wrong::Garbage));
+        // The type of the page, whose field is 1 and 65536 more.
+        let field = [&[0x05, 0x82, 0x80, 0x08], &V1[1..]].concat();
+        assert_eq!(page_header(&field), Err(Wrong::Garbage));
     }
 
     #[test]
