@@ -83,13 +83,17 @@ def temporary_files():
     return [name for _, _, names in os.walk(os.environ["TMPDIR"]) for name in names]
 
 
+POOLS = ("block-manager-a", "block-manager-s", "QueryStageCreat", "ResultQueryStag", "shuffle-exchang")
+"""First letters of threads that Spark keeps in pools for a minute, at most 16 to 128 in each."""
+
+
 def threads(java):
-    """Threads of Java, without those of the pools that Spark keeps for a minute (at most 100 each)."""
+    """Threads of Java, without those of Spark's pools."""
     names = []
     for task in (java / "task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
             names.append((task / "comm").read_text())
-    return sum(not name.startswith(("block-manager-a", "block-manager-s")) for name in names)
+    return sum(not name.startswith(POOLS) for name in names)
 
 
 def held(session):
