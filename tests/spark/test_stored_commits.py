@@ -56,8 +56,9 @@ def test_commits_are_sealed_by_the_secret_of_the_driver(tmp_path, monkeypatch, r
     assert run(commits, (mine, 4)) == [(2, [])] * 2
 
 
-def test_commits_without_the_seal_of_the_drivers_secret_are_refused(tmp_path, monkeypatch):
-    run = functools.partial(farandole.spark.run, num_proc=2, verbose=0)
+@pytest.mark.parametrize("run", [farandole.spark.run, farandole.spark.run_elastic])
+def test_commits_without_the_seal_of_the_drivers_secret_are_refused(tmp_path, monkeypatch, run):
+    run = functools.partial(run, num_proc=2, verbose=0)
     monkeypatch.delenv(seals.SECRET, raising=False)
     assert run(commits, (str(tmp_path), 3)) == [(0, [])] * 2
     monkeypatch.setenv(seals.SECRET, SECRET)

@@ -190,25 +190,46 @@ class State:
         if self._stored is not None:
             self._stored.end()
 
-    def _from_store(self) -> None:
-        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0 holds the run."""
+    def _begin_world(self) -> None:
+        """Takes the state from the store, if there is one.
+
+        If rank 0 cannot, all ranks raise an error. Otherwise each survivor would fail as the next rank 0, without end.
+
+        Raises:
+            ValueError: On other ranks than 0, with the text of the error there.
+        """
         if self._stored is None:
             return
+        failure: Exception | None = None
+        try:
+            self._from_store(self._stored)
+        except FarandoleInternalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        told = self._bcast_object(None if failure is None else f"{type(failure).__name__} on rank 0: {failure}")
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise ValueError(told)
+
+    def _from_store(self, stored: StoredCommits) -> None:
+        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0 holds the run."""
         if self._rank() != 0:
-            self._stored.pass_on()
+            stored.pass_on()
             return
-        self._stored.hold()
+        stored.hold()
         if self._synced:
             return
-        found = self._stored.resume()
+        found = stored.resume()
         if found is None:
             return
         try:
             self._take_in(self._unpack(found))
         except Exception as error:
             raise ValueError(
-                f"the commit of run {self._stored.run_id!r} cannot be taken into this state: choose another run_id, or "
-                f"delete {self._stored.place}: {error}"
+                f"the commit of run {stored.run_id!r} cannot be taken into this state: choose another run_id, or "
+                f"delete {stored.place}: {error}"
             ) from error
 
     def _settle(self) -> None:
@@ -395,7 +416,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:
-                state._from_store()  # noqa: SLF001 - its own module's
+                state._begin_world()  # noqa: SLF001 - its own module's
                 # Always, also if hosts only left: if new workers joined as well, they would wait for workers that skip
                 # this.
                 state.sync()
