@@ -76,7 +76,7 @@ struct Shared {
     batch: reader::Batch,
     /// Columns of one width, and weights.
     whole: Span,
-    /// Where values of a column end, and the values, for columns of any length.
+    /// The ends of values and the values, for columns of any length.
     texts: Vec<Option<[Span; 2]>>,
 }
 

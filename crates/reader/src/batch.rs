@@ -33,7 +33,7 @@ pub struct Held {
 pub struct Batch {
     slab: Slab,
     bytes: usize,
-    /// Of columns without a fixed size, what is in them.
+    /// The values of columns without a fixed size.
     pub(crate) texts: Vec<Option<Gathered>>,
     pub(crate) fields: Arc<[Field]>,
     pub(crate) rows: usize,

@@ -57,7 +57,7 @@ pub(crate) struct Selected {
     /// Replacement of nulls and NaN.
     pub(crate) fill: Option<f64>,
     pub(crate) allow_nan: bool,
-    /// How its rows, the bytes of lists, are padded.
+    /// The padding of its rows, which are the bytes of lists.
     pub(crate) padding: Option<Arc<Padding>>,
 }
 

@@ -260,8 +260,8 @@ struct Share {
 }
 
 impl Share {
-    /// Of batches that take `batch` bytes, and up to `padded` more if their rows are padded: that decides how many are
-    /// ready at a time, not whether the budget is large enough, because most batches take less.
+    /// Returns the share for batches that take `batch` bytes, and up to `padded` more if their rows are padded: that
+    /// decides how many are ready at a time, not whether the budget is large enough, because most batches take less.
     fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);

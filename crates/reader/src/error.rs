@@ -245,7 +245,7 @@ pub enum Error {
     Memory {
         /// The column.
         column: String,
-        /// How many.
+        /// Their number.
         bytes: usize,
     },
     /// Next after an error or the end.

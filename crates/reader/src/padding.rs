@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::pool::{Pool, Slab, typed_mut};
 
-/// How the rows of a column, each the bytes of its values, become rows of one length.
+/// Rules by which the rows of a column, each the bytes of its values, become rows of one length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Padding {
     /// The value after the last one of a row, as bytes; its width is that of every value.
@@ -21,7 +21,7 @@ pub struct Padding {
     pub fixed: bool,
 }
 
-/// Why rows cannot be padded.
+/// A reason for which rows cannot be padded.
 #[derive(Debug)]
 pub(crate) enum Misfit {
     /// A row of so many bytes, which are no whole values.
@@ -31,7 +31,7 @@ pub(crate) enum Misfit {
 }
 
 impl Padding {
-    /// Why this is none.
+    /// Returns what is wrong with it, if anything is.
     pub(crate) fn wrong(&self) -> Option<&'static str> {
         if self.fill.is_empty() {
             Some("the value that fills a row has no bytes")

@@ -47,7 +47,7 @@ pub struct Options {
     pub fill: HashMap<String, f64>,
     /// Takes NaN that is not filled, and infinities, as values like any others.
     pub allow_nan: bool,
-    /// How the rows of ragged columns, which are stored as bytes, are padded to one length.
+    /// The padding of ragged columns, whose rows are stored as bytes, to one length.
     pub pad: HashMap<String, Padding>,
     /// A directory where decoded blocks are kept for all readers of this host that read the same columns.
     pub cache: Option<String>,

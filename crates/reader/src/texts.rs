@@ -62,7 +62,7 @@ pub(crate) struct Gathered {
 }
 
 impl Gathered {
-    /// Where each value begins, and the last one ends, as 64-bit integers; padded or not.
+    /// Returns where each value begins, and the last one ends, as 64-bit integers; padded or not.
     pub(crate) fn ends(&self) -> &[u8] {
         self.ends.bytes().get(..(self.rows + 1) * PLACE).unwrap_or_default()
     }

@@ -182,7 +182,7 @@ class Ragged:
         return np.minimum(np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length)
 
     def padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
-        """How the native reader pads the rows: an item of its argument `pad`.
+        """Returns how the native reader pads the rows: an item of its argument `pad`.
 
         Args:
             fixed: as in `padded`.

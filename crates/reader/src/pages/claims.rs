@@ -9,7 +9,7 @@ use crate::pages::thrift::{PageKind, page_header};
 /// DELTA_LENGTH_BYTE_ARRAY and RLE_DICTIONARY.
 const WHOLE: [i64; 4] = [0, 2, 6, 8];
 
-/// What the pages of a chunk say of it.
+/// Sizes of a chunk, as its pages state them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Claims {
     /// Bytes of a dictionary, which is what every value may take.
