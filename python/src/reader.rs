@@ -17,6 +17,9 @@ use crate::arrow::{Batch, Column};
 use crate::error::chain;
 use crate::{runtime, store};
 
+/// The fill, the greatest length, the step of lengths and whether all batches have the greatest length; see [`Padding`].
+type Pad = (Vec<u8>, usize, usize, bool);
+
 /// Fills the submodule.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Field>()?;
@@ -143,7 +146,7 @@ impl Reader {
         cast: Option<HashMap<String, String>>,
         fill: Option<HashMap<String, f64>>,
         allow_nan: bool,
-        pad: Option<HashMap<String, (Vec<u8>, usize, usize, bool)>>,
+        pad: Option<HashMap<String, Pad>>,
         cache: Option<String>,
     ) -> PyResult<Self> {
         let tail = match tail {
