@@ -19,6 +19,9 @@ use parquet::file::properties::{WriterProperties, WriterPropertiesBuilder, Write
 
 const ROWS: i64 = 900;
 
+/// A function from the number of a row to its value.
+type Value = fn(i64) -> Vec<u8>;
+
 fn text(row: i64) -> String {
     format!("row {row} ").repeat(usize::try_from(row % 9).unwrap())
 }
@@ -79,7 +82,7 @@ fn check(url: &str, modulo: i64, shuffle: bool) {
     let mut seen = Vec::new();
     while let Some(batch) = next(&epoch) {
         let rows = rows(&batch);
-        let kinds: [(usize, fn(i64) -> Vec<u8>); 3] =
+        let kinds: [(usize, Value); 3] =
             [(1, |id| text(id).into_bytes()), (2, tokens), (3, |id| id.to_le_bytes().to_vec())];
         for (index, of) in kinds {
             let (places, values) = batch.texts(index).unwrap();
