@@ -13,6 +13,7 @@ mod elastic;
 mod engine;
 mod error;
 mod hosts;
+mod images;
 mod launcher;
 mod logging;
 mod prepare;
@@ -40,6 +41,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("elastic", elastic::register),
     ("engine", engine::register),
     ("hosts", hosts::register),
+    ("images", images::register),
     ("launcher", launcher::register),
     ("logging", logging::register),
     ("prepare", prepare::register),

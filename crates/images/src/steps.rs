@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The steps from an image of any size to one of a batch, and the last of them.
+
+use crate::error::{Error, Result};
+use crate::pixels::Pixels;
+
+/// Channels of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Red, green, blue.
+    Rgb,
+    /// Gray.
+    Gray,
+}
+
+impl Mode {
+    /// How many there are.
+    pub fn channels(self) -> usize {
+        match self {
+            Self::Rgb => 3,
+            Self::Gray => 1,
+        }
+    }
+}
+
+/// How an image gets the size of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// Resized without regard to proportions.
+    Stretch,
+    /// Resized until it covers the result, and the middle is kept.
+    Crop,
+    /// Resized until it fits into the result, with black around it.
+    Pad,
+}
+
+/// What a value of a channel, 0 to 255, becomes: `value * factor - shift`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scale {
+    /// By which it is multiplied.
+    pub factor: f32,
+    /// Which is then subtracted.
+    pub shift: f32,
+}
+
+/// What is made of every image.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Steps {
+    /// Rows of the result.
+    pub height: u32,
+    /// Pixels of a row of the result.
+    pub width: u32,
+    /// Channels of the result.
+    pub mode: Mode,
+    /// How it gets its size.
+    pub fit: Fit,
+    /// Whether the channels of a pixel lie together, and not each channel by itself.
+    pub channels_last: bool,
+    /// Of each channel, for results of floats.
+    pub scales: Vec<Scale>,
+}
+
+/// Where an image goes.
+#[derive(Debug)]
+pub enum Slot<'a> {
+    /// Values 0 to 255.
+    Bytes(&'a mut [u8]),
+    /// Values that are scaled.
+    Floats(&'a mut [f32]),
+}
+
+impl Steps {
+    /// Values of one image.
+    pub fn values(&self) -> usize {
+        let pixels = (self.height as usize).saturating_mul(self.width as usize);
+        pixels.saturating_mul(self.mode.channels())
+    }
+
+    /// Writes an image of the right size and mode where it goes.
+    pub(crate) fn place(&self, image: &Pixels, out: Slot<'_>) -> Result<()> {
+        let expected = self.values();
+        let found = match &out {
+            Slot::Bytes(out) => out.len(),
+            Slot::Floats(out) => out.len(),
+        };
+        if found != expected || image.bytes.len() != expected {
+            return Err(Error::Room { expected, found });
+        }
+        match out {
+            Slot::Bytes(out) => self.each(&image.bytes, out, |_| |value: u8| value),
+            Slot::Floats(out) => self.each(&image.bytes, out, |channel| {
+                let scale = self.scales.get(channel).or(self.scales.first()).copied();
+                let Scale { factor, shift } = scale.unwrap_or(Scale { factor: 1.0, shift: 0.0 });
+                let table: [f32; 256] =
+                    std::array::from_fn(|value| f32::from(value.to_le_bytes()[0]) * factor - shift);
+                move |value: u8| table.get(usize::from(value)).copied().unwrap_or_default()
+            }),
+        }
+        Ok(())
+    }
+
+    /// Writes every value, converted by the function of its channel.
+    fn each<T, F: Fn(u8) -> T>(&self, bytes: &[u8], out: &mut [T], of: impl Fn(usize) -> F) {
+        let channels = self.mode.channels();
+        let plane = bytes.len() / channels;
+        for channel in 0..channels {
+            let convert = of(channel);
+            let values = bytes.chunks_exact(channels).filter_map(|pixel| pixel.get(channel));
+            if self.channels_last {
+                let slots = out.chunks_exact_mut(channels).filter_map(|pixel| pixel.get_mut(channel));
+                slots.zip(values).for_each(|(slot, value)| *slot = convert(*value));
+            } else {
+                let slots = out.get_mut(channel * plane..(channel + 1) * plane).unwrap_or_default();
+                slots.iter_mut().zip(values).for_each(|(slot, value)| *slot = convert(*value));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn steps(channels_last: bool) -> Steps {
+        let scale = |factor, shift| Scale { factor, shift };
+        let scales = vec![scale(1.0, 0.0), scale(2.0, 1.0), scale(0.5, 0.0)];
+        Steps { height: 1, width: 2, mode: Mode::Rgb, fit: Fit::Stretch, channels_last, scales }
+    }
+
+    #[test]
+    fn values_lie_in_the_order_that_is_asked_for() {
+        let image = Pixels { width: 2, height: 1, channels: 3, bytes: vec![1, 2, 3, 4, 5, 6] };
+        let mut bytes = [0; 6];
+        steps(false).place(&image, Slot::Bytes(&mut bytes)).unwrap();
+        assert_eq!(bytes, [1, 4, 2, 5, 3, 6]);
+        steps(true).place(&image, Slot::Bytes(&mut bytes)).unwrap();
+        assert_eq!(bytes, [1, 2, 3, 4, 5, 6]);
+        let mut floats = [0.0; 6];
+        steps(false).place(&image, Slot::Floats(&mut floats)).unwrap();
+        assert_eq!(floats, [1.0, 4.0, 3.0, 9.0, 1.5, 3.0]);
+        steps(true).place(&image, Slot::Floats(&mut floats)).unwrap();
+        assert_eq!(floats, [1.0, 3.0, 1.5, 4.0, 9.0, 3.0]);
+        let room = steps(true).place(&image, Slot::Floats(&mut floats[..5]));
+        assert!(matches!(room, Err(Error::Room { expected: 6, found: 5 })));
+    }
+}
