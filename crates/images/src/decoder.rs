@@ -14,10 +14,10 @@ use crate::steps::{Fit, Slot, Steps};
 use crate::turn::turn;
 use crate::{jpeg, png};
 
-/// Pixels that a file may have. The libraries take up to sixteen bytes for each, by what the header says.
+/// Largest number of pixels of a file. The libraries take up to sixteen bytes for each pixel of the header.
 pub const MOST_PIXELS: u64 = 32 << 20;
 
-/// Memory that is kept for the next image, at most: a large one shall not stay for ever.
+/// Most bytes that are kept for the next image: the memory of a large image is freed.
 const KEPT: usize = 64 << 20;
 
 /// Decodes images by the same steps.
@@ -44,8 +44,8 @@ impl Decoder {
     /// Decodes a file into `out`, which has [`Steps::values`] values.
     ///
     /// # Errors
-    /// A file of another format or a rare kind, which another decoder may open; one that is damaged or too large. What
-    /// is in `out` then is any.
+    /// A file of another format or a rare kind, which another decoder may open; a file that is damaged or too large. The
+    /// content of `out` is then undefined.
     pub fn decode(&mut self, file: &[u8], out: Slot<'_>) -> Result<()> {
         let done = catch_unwind(AssertUnwindSafe(|| self.steps(file, out)));
         if self.image.bytes.capacity() > KEPT || done.is_err() {
@@ -75,7 +75,7 @@ impl Decoder {
     }
 }
 
-/// Compares a size with what an image may have.
+/// Compares a size with [`MOST_PIXELS`].
 ///
 /// # Errors
 /// [`Error::Large`].
@@ -95,7 +95,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// By the same sums as Pillow's `resize`, `ImageOps.fit` and `ImageOps.pad`.
+    /// Computes both as Pillow's `resize`, `ImageOps.fit` and `ImageOps.pad` do.
     fn new(fit: Fit, (width, height): (u32, u32), (to_width, to_height): (u32, u32)) -> Self {
         let (wide, high) = (f64::from(width), f64::from(height));
         let (ratio, wanted) = (wide / high, f64::from(to_width) / f64::from(to_height));

@@ -6,17 +6,17 @@
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A file that another decoder has to open, or that none can.
+/// A file that this crate does not decode. Another decoder may open it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another format, or none.
+    /// Another format, or no image.
     #[error("it is neither a PNG nor a JPEG")]
     Format,
-    /// A PNG or a JPEG of a kind that is left to others.
+    /// A PNG or a JPEG of a kind that is left to another decoder.
     #[error("it is {kind}")]
     Kind {
-        /// What it is.
+        /// Kind of the file.
         kind: &'static str,
     },
     /// More pixels than any file may have.
@@ -26,7 +26,7 @@ pub enum Error {
         width: u32,
         /// Rows.
         height: u32,
-        /// How many pixels there may be.
+        /// Largest number of pixels.
         most: u64,
     },
     /// Bytes that are no image.

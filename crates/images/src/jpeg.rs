@@ -14,7 +14,7 @@ use crate::exif::orientation;
 use crate::pixels::Pixels;
 use crate::steps::Mode;
 
-/// What a file begins with.
+/// First bytes of a file.
 pub(crate) const SIGNATURE: &[u8] = b"\xFF\xD8\xFF";
 
 const EXIF: &[u8] = b"Exif\0\0";
@@ -23,7 +23,7 @@ const TURNED: &[u8] = b"tiff:Orientation";
 const ADOBE: &[u8] = b"Adobe";
 const END: &[u8] = b"\xFF\xD9";
 
-/// What the segments before the first scan say.
+/// Content of the segments before the first scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     width: u16,

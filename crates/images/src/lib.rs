@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! PNG and JPEG as pixels of one size, in the color mode and the order that a model takes.
+//! PNG and JPEG as pixels of one size, in the color mode and the order of a model's input.
 //!
 //! Owns the steps from a file's bytes to an image in a batch. It has no threads: every thread has a [`Decoder`] with
-//! memory of its own. What is rare is refused with a reason, and the caller's other decoder (Pillow) takes it: then rare
-//! files have the results and errors that they have there.
+//! memory of its own. Rare kinds of files are refused with a reason, and the caller decodes them with Pillow: rare files
+//! have the results and errors of Pillow.
 //!
 //! ```text
-//! bytes --[header: format, size, orientation]--> what it costs --[png, jpeg]--> pixels, 8 bits a channel
+//! bytes --[header: format, size, orientation]--> its cost --[png, jpeg]--> pixels, 8 bits a channel
 //!       --[turn]--> upright --[resize]--> height x width --[place]--> bytes or floats of a batch
 //! ```
 //!

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::exif::orientation;
 use crate::pixels::Pixels;
 
-/// What a file begins with.
+/// First bytes of a file.
 pub(crate) const SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";
 
 /// Bytes that the library may take beside the pixels: rows, and metadata.
@@ -25,7 +25,7 @@ const BESIDE: usize = 64 << 20;
 pub(crate) fn decode(file: &[u8], image: &mut Pixels) -> Result<u16> {
     let mut decoder = Decoder::new_with_limits(Cursor::new(file), Limits { bytes: BESIDE });
     decoder.set_ignore_iccp_chunk(true);
-    // Of 16 bits the high ones are taken.
+    // The high byte of 16 bits is taken.
     decoder.set_transformations(Transformations::normalize_to_color8());
     let header = decoder.read_header_info().map_err(Error::damaged)?;
     affordable(header.width, header.height)?;

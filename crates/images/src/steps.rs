@@ -16,7 +16,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// How many there are.
+    /// Number of channels.
     pub fn channels(self) -> usize {
         match self {
             Self::Rgb => 3,
@@ -25,7 +25,7 @@ impl Mode {
     }
 }
 
-/// How an image gets the size of the result.
+/// Rule by which an image gets the size of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
     /// Resized without regard to proportions.
@@ -36,16 +36,16 @@ pub enum Fit {
     Pad,
 }
 
-/// What a value of a channel, 0 to 255, becomes: `value * factor - shift`.
+/// Conversion of the values of a channel, 0 to 255: `value * factor - shift`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scale {
-    /// By which it is multiplied.
+    /// Factor of each value.
     pub factor: f32,
-    /// Which is then subtracted.
+    /// Number that is then subtracted.
     pub shift: f32,
 }
 
-/// What is made of every image.
+/// Size, mode, order and scale of every image of a batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Steps {
     /// Rows of the result.
@@ -54,20 +54,20 @@ pub struct Steps {
     pub width: u32,
     /// Channels of the result.
     pub mode: Mode,
-    /// How it gets its size.
+    /// Rule for the size.
     pub fit: Fit,
-    /// Whether the channels of a pixel lie together, and not each channel by itself.
+    /// Whether the channels of a pixel lie together; otherwise each channel is a plane.
     pub channels_last: bool,
-    /// Of each channel, for results of floats.
+    /// Conversion of each channel, for results of floats.
     pub scales: Vec<Scale>,
 }
 
-/// Where an image goes.
+/// Memory for one image.
 #[derive(Debug)]
 pub enum Slot<'a> {
     /// Values 0 to 255.
     Bytes(&'a mut [u8]),
-    /// Values that are scaled.
+    /// Values after the scales.
     Floats(&'a mut [f32]),
 }
 

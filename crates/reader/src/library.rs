@@ -242,3 +242,98 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
     }
     Ok(Buffer::from_vec(bytes))
 }
+
+#[cfg(test)]
+mod tests {
+    use arrow::array::BinaryArray;
+    use farandole_store::Store;
+    use parquet::arrow::ArrowWriter;
+    use parquet::file::properties::{WriterProperties, WriterVersion};
+
+    use super::*;
+    use crate::dataset::Dataset;
+    use crate::decode::Recipe;
+
+    const BYTES: usize = 1 << 10;
+    const BUDGET: usize = 64 << 20;
+
+    /// A value that no codec makes smaller.
+    fn noise(row: usize) -> Vec<u8> {
+        let mut state = row as u64 + 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.to_le_bytes()[0]
+        };
+        (0..BYTES).map(|_| next()).collect()
+    }
+
+    /// A data set of two columns of a thousand values, a few in each page.
+    fn written(url: &str) -> Dataset {
+        let column = || -> ArrayRef { Arc::new(BinaryArray::from_iter_values((0..1000).map(noise))) };
+        let batch = RecordBatch::try_from_iter([("a", column()), ("b", column())]).unwrap();
+        let properties = WriterProperties::builder()
+            .set_writer_version(WriterVersion::PARQUET_2_0)
+            .set_compression(Compression::SNAPPY)
+            .set_dictionary_enabled(false)
+            .set_encoding(parquet::basic::Encoding::PLAIN)
+            .set_data_page_row_count_limit(20)
+            .set_write_batch_size(10);
+        let mut writer =
+            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
+        writer.write(&batch).unwrap();
+        Store::open(url).unwrap().write("0.parquet", writer.into_inner().unwrap().into()).unwrap();
+        Dataset::open(url).unwrap()
+    }
+
+    fn selected(dataset: &Dataset) -> Vec<Selected> {
+        let names = ["a", "b"].map(str::to_owned);
+        let one = |field: crate::column::Field| {
+            let out = field.element;
+            Selected { field, out, fill: None, allow_nan: true, padding: None }
+        };
+        dataset.select(Some(&names)).unwrap().into_iter().map(one).collect()
+    }
+
+    fn part() -> Part {
+        Part { file: 0, group: 0, rows: 500..510, shuffle: None, first_step: 0, last_step: 0, taken: 10 }
+    }
+
+    #[test]
+    fn a_page_that_is_not_compressed_keeps_all_fetched_bytes_or_is_copied() {
+        let dataset = written("memory://library-stored");
+        let (selected, part) = (selected(&dataset), part());
+        let recipe = Recipe::new(&dataset, &selected, &part, BUDGET).unwrap();
+        let fetched = recipe.fetch(&dataset, &part).unwrap();
+        assert!(fetched.bytes() > 2000 * BYTES);
+        let found = recipe.texts(&dataset, (&selected[0], 0), &part, Some(&fetched)).unwrap();
+        assert_eq!(found.values.value(3), noise(503));
+        // A file begins with four bytes that are no chunk.
+        let file = fetched.slice(4, None).unwrap();
+        let lies_in_file = file.as_ptr_range().contains(&found.values.value(3).as_ptr());
+        let held = usize::try_from(found.held).unwrap();
+        assert!(
+            if lies_in_file { held >= fetched.bytes() } else { held < 16 * BYTES },
+            "{held} of {} bytes, in the file: {lies_in_file}",
+            fetched.bytes()
+        );
+        assert!(!lies_in_file, "ten values are copied");
+    }
+
+    #[test]
+    fn the_columns_of_a_file_share_one_schema_of_views() {
+        let dataset = written("memory://library-views");
+        let footer = dataset.footer(0).unwrap();
+        let part = part();
+        let schema = |leaf: usize| {
+            let origin = Origin { file: "0.parquet", group: 0, column: "a" };
+            let fetched = Fetched::new(dataset.store(), "0.parquet", &[], 0).unwrap();
+            let source = Source { footer: &footer, fetched, leaf, part: &part, most: BUDGET, origin: &origin };
+            Arc::clone(source.views().unwrap().unwrap().schema())
+        };
+        let (first, second) = (schema(0), schema(1));
+        assert!(first.fields().iter().all(|field| *field.data_type() == DataType::BinaryView), "{first}");
+        assert!(Arc::ptr_eq(&first, &second));
+    }
+}

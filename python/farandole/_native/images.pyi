@@ -23,17 +23,17 @@ def decode(
     channels_last: bool,
     scales: Sequence[tuple[float, float]] | None,
 ) -> tuple[Pixels, list[tuple[int, str]]]:
-    """Images of one size, float32 with `scales` and uint8 without, decoded while other threads of Python run.
+    """Decodes images to one size, float32 with `scales` and uint8 without. Other threads of Python run meanwhile.
 
     Args:
         files: The bytes of each file.
-        height: Of the result.
-        width: Of the result.
+        height: Rows of the result.
+        width: Pixels of a row of the result.
         mode: Channels of the result.
         fit: As in `farandole.data.Image`.
         channels_last: Whether the values of a pixel lie together.
-        scales: Of each channel the factor and what is then subtracted.
+        scales: For each channel the factor, and the number that is then subtracted.
 
     Returns:
-        The images, and the rows that are left to another decoder, each with a reason. Their values are any.
+        The images, and the rows that are left to another decoder, each with a reason. Their values are undefined.
     """

@@ -38,8 +38,8 @@ class Image:
     (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
 
     Args:
-        height: Of the result, in pixels.
-        width: Of the result; default: `height`.
+        height: Rows of the result, in pixels.
+        width: Pixels of a row of the result; default: `height`.
         mode: `RGB`, `RGBA` or `L` (gray).
         fit: `stretch`: resized without regard to proportions. `crop`: resized until it covers the result, and the
             middle is kept. `pad`: resized until it fits into the result, with black around it.
@@ -118,7 +118,7 @@ class Image:
         return (self.height, width, channels) if self.channels_last else (channels, self.height, width)
 
     def _scales(self) -> tuple[Array, Array]:
-        """By what each channel is multiplied, and what is then subtracted: (channels,)."""
+        """Returns the factor of each channel, and the number that is then subtracted: (channels,)."""
         import numpy as np  # noqa: PLC0415 - optional
 
         mean, std = np.empty((2, _CHANNELS[self.mode]), np.float32)
@@ -126,7 +126,7 @@ class Image:
         return 1.0 / (255.0 * std), mean / std
 
     def _native(self, blobs: Sequence[Any]) -> tuple[Array, list[tuple[int, str]]]:
-        """The images that are decoded in Rust, and the rows that are left, with reasons."""
+        """Decodes images in Rust; returns them, and the rows that are left to Pillow, with reasons."""
         import numpy as np  # noqa: PLC0415 - optional
 
         if self.mode == "RGBA":
@@ -142,10 +142,10 @@ class Image:
         return np.frombuffer(memoryview(pixels), self.dtype).reshape(len(blobs), *self._shape), left
 
     def _placed(self, pixels: Array) -> Array:
-        """An image as a batch has it.
+        """Returns an image in the order and type of the batch.
 
         Args:
-            pixels: Of Pillow: uint8 of (height, width), or (height, width, channels).
+            pixels: From Pillow: uint8 of (height, width), or (height, width, channels).
         """
         import numpy as np  # noqa: PLC0415 - optional
 
