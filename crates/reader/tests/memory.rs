@@ -80,7 +80,10 @@ fn values_that_are_stored_once_take_no_more_memory_than_the_budget_lets_them() {
     // Four budgets at most, those of the last piece, and half as much that a vector keeps when it grows.
     let (rows, most) = read("memory://prefixes");
     let error = rows.unwrap_err().to_string();
-    assert!(error.contains("its rows take more than 134217728 bytes, the byte budget is 33554432"), "{error}");
+    assert!(
+        error.contains("its rows take more than 134217728 bytes, the byte budget is 33554432"),
+        "{error}"
+    );
     let more = most.saturating_sub(before);
     assert!(more < 6 * BUDGET, "a page of {MIB} bytes: {more}");
 }
