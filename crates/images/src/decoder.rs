@@ -5,8 +5,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fast_image_resize::images::{Image, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+use fast_image_resize::images::{TypedImage, TypedImageRef};
+use fast_image_resize::pixels::{U8, U8x3};
+use fast_image_resize::{FilterType, PixelTrait, ResizeAlg, ResizeOptions, Resizer};
 
 use crate::error::{Error, Result};
 use crate::pixels::Pixels;
@@ -127,6 +128,18 @@ impl Plan {
     }
 }
 
+/// Resizes an image of one kind of pixels. Only the code of this kind is compiled.
+fn convolve<P: PixelTrait>(
+    resizer: &mut Resizer,
+    image: &Pixels,
+    ((width, height), target): ((u32, u32), &mut [u8]),
+    options: &ResizeOptions,
+) -> Result<()> {
+    let source = TypedImageRef::<P>::from_buffer(image.width, image.height, &image.bytes);
+    let mut target = TypedImage::<P>::from_buffer(width, height, target).map_err(Error::damaged)?;
+    resizer.resize_typed(&source.map_err(Error::damaged)?, &mut target, options).map_err(Error::damaged)
+}
+
 /// Gives an image the size of the result.
 fn resize(
     steps: &Steps,
@@ -141,12 +154,10 @@ fn resize(
     if size.0 == 0 || size.1 == 0 {
         return Err(Error::Kind { kind: "so narrow that nothing of it would be left" });
     }
-    let kind = if channels == 1 { PixelType::U8 } else { PixelType::U8x3 };
     let whole = size == (steps.width, steps.height);
     fitted.resize(steps.width, steps.height, channels);
     spare.resize(size.0 as usize * size.1 as usize * channels, 0);
     let target = if whole { fitted.bytes.as_mut_slice() } else { spare.as_mut_slice() };
-    let source = ImageRef::new(image.width, image.height, &image.bytes, kind).map_err(Error::damaged)?;
     // Sums of fractions may be a little past the edge.
     let (width, height) =
         (width.min(f64::from(image.width) - left), height.min(f64::from(image.height) - top));
@@ -154,9 +165,9 @@ fn resize(
         .resize_alg(ResizeAlg::Convolution(FilterType::Bilinear))
         .crop(left, top, width, height)
         .use_alpha(false);
-    {
-        let mut target = Image::from_slice_u8(size.0, size.1, target, kind).map_err(Error::damaged)?;
-        resizer.resize(&source, &mut target, &options).map_err(Error::damaged)?;
+    match channels {
+        1 => convolve::<U8>(resizer, image, (size, target), &options)?,
+        _ => convolve::<U8x3>(resizer, image, (size, target), &options)?,
     }
     if !whole {
         let middle = |room: u32| (f64::from(room) * 0.5).round_ties_even();

@@ -98,7 +98,8 @@ fn header(file: &[u8]) -> Result<Header> {
             0xC4 | 0xCC => {}
             0xC0..=0xCF => return Err(odd("a JPEG that is lossless, arithmetic or hierarchical")),
             0xE1 if content.starts_with(EXIF) => {
-                if exif.replace(content.get(EXIF.len()..).unwrap_or_default()).is_some() {
+                let before = exif.replace(content.get(EXIF.len()..).unwrap_or_default());
+                if before.is_some() {
                     return Err(odd("a JPEG with EXIF metadata in parts"));
                 }
             }
@@ -153,8 +154,11 @@ pub(crate) fn decode(file: &[u8], mode: Mode, small: u32, image: &mut Pixels) ->
 mod tests {
     use super::*;
 
+    /// Markers and contents.
+    type Segments<'a> = &'a [(u8, &'a [u8])];
+
     /// Segments of a file up to its first scan.
-    fn file(segments: &[(u8, &[u8])]) -> Vec<u8> {
+    fn file(segments: Segments<'_>) -> Vec<u8> {
         let mut bytes = b"\xFF\xD8".to_vec();
         for (marker, content) in segments {
             bytes.extend([0xFF, *marker]);
@@ -180,7 +184,7 @@ mod tests {
     #[test]
     fn what_is_rare_or_cut_is_left_to_others() {
         let xmp = b"http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation=\"6\"/>";
-        let cases: [(&[(u8, &[u8])], &str); 14] = [
+        let cases: [(Segments<'_>, &str); 14] = [
             (&[(0xC0, b"\x08\x01\x00\x02\x00\x04\x01\x11\x00")], "four colors"),
             (&[(0xC1, b"\x0c\x01\x00\x02\x00\x03\x01\x11\x00")], "more than 8 bits"),
             (&[(0xC0, b"\x08\x01\x00\x02\x00\x03R\x11\x00G\x11\x00B\x11\x00")], "red, green and blue"),
