@@ -70,15 +70,16 @@ def loader_pass(loader: ParquetLoader) -> int:
     return sum(len(batch["image"]) for batch in loader)
 
 
-def median(repeat: int, function: Callable[[], int], count: int) -> float:
-    """Seconds of one pass."""
-    seconds = []
+def medians(repeat: int, passes: dict[str, Callable[[], int]], count: int) -> dict[str, float]:
+    """Returns the seconds of one pass of each. They alternate, so that other load on the machine slows all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(repeat + 1):
-        start = time.perf_counter()
-        if function() != count:
-            raise RuntimeError("not all images were decoded")
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        for name, function in passes.items():
+            start = time.perf_counter()
+            if function() != count:
+                raise RuntimeError("not all images were decoded")
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(some[1:]) for name, some in seconds.items()}
 
 
 def main() -> None:
@@ -95,10 +96,8 @@ def main() -> None:
         loader = ParquetLoader(
             data.train_url, BATCH, ["image"], framework="torch", transformation_fn=decode, transform_workers=THREADS
         )
-        seconds = {
-            "torchvision": median(given.repeat, lambda: torchvision_pass(files), len(files)),
-            "farandole": median(given.repeat, lambda: loader_pass(loader), len(files)),
-        }
+        passes = {"torchvision": lambda: torchvision_pass(files), "farandole": lambda: loader_pass(loader)}
+        seconds = medians(given.repeat, passes, len(files))
     for name, one in seconds.items():
         speed = seconds["torchvision"] / one
         print(f"{name:<12} {len(files) / one:8.0f} images/s {speed:6.2f} x")

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import builtins
 import io
+import threading
+import time
 import zlib
 
 import numpy as np
@@ -179,7 +181,7 @@ def test_rare_kinds_are_pillows_and_give_what_it_gives():
     first.save(animation, "png", save_all=True, append_images=[second])
     how = Image(40, 50, dtype="uint8", channels_last=True)
     rare = {
-        "four colors": adobe.getvalue(),
+        "Adobe": adobe.getvalue(),
         "a part of its size": stored(large, "jpeg"),
         "XMP": stored(pixels, "jpeg", xmp=xmp),
         "an animation": animation.getvalue(),
@@ -208,6 +210,26 @@ def test_an_image_of_each_decoder_is_scaled_alike():
         assert found.flags.writeable
         assert found[0].tolist() == found[1].tolist()
     assert Image(24, 32).decode([], "x").shape == (0, 3, 24, 32)
+
+
+def test_other_threads_run_while_images_are_decoded():
+    blobs, how, call = [stored(picture(0, 600, 800), "jpeg")] * 100, Image(400), []
+
+    def decode():
+        begun = time.perf_counter()
+        how.decode(blobs, "x")
+        call.extend((begun, time.perf_counter()))
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    ticks = []
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    thread.join()
+    begun, ended = call
+    during = [tick for tick in ticks if begun < tick < ended]
+    assert len(during) > 20, (len(during), ended - begun)
 
 
 def test_files_that_are_cut_or_too_large_are_errors_that_name_column_and_row(monkeypatch):

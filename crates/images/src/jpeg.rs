@@ -108,7 +108,7 @@ fn header(file: &[u8]) -> Result<Header> {
             }
             // The last byte says how colors are stored: 1 is luma and chroma.
             0xEE if content.starts_with(ADOBE) && content.get(11).is_some_and(|how| *how != 1) => {
-                return Err(odd("a JPEG with colors of Adobe's"));
+                return Err(odd("a JPEG whose Adobe segment names another color space"));
             }
             0xD9 => return Err(cut()),
             _ => {}

@@ -3,17 +3,13 @@
 
 //! Whole chunks decoded by the Parquet library: types and encodings that are rare.
 
-use std::sync::Arc;
-
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
-use arrow::datatypes::{DataType, Fields, Schema};
+use arrow::datatypes::DataType;
 use farandole_dataset::{Element, Part};
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder,
-};
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
@@ -21,7 +17,7 @@ use parquet::file::metadata::ColumnChunkMetaData;
 use crate::column::Selected;
 use crate::error::{Error, Result};
 use crate::fill::filled;
-use crate::footer::{Fetched, chunk_range};
+use crate::footer::{Fetched, Footer, chunk_range, view_of};
 use crate::lists::read_list;
 use crate::origin::Origin;
 use crate::pages::{Claims, claims};
@@ -38,7 +34,7 @@ const LENGTH: usize = 4;
 
 /// A column chunk for the library, and what it may cost.
 pub(crate) struct Source<'a> {
-    pub(crate) footer: &'a ArrowReaderMetadata,
+    pub(crate) footer: &'a Footer,
     pub(crate) fetched: Fetched,
     pub(crate) leaf: usize,
     pub(crate) part: &'a Part,
@@ -61,7 +57,7 @@ pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
     }
     let origin = source.origin;
     source.check()?;
-    let footer = source.footer.clone();
+    let footer = ArrowReaderMetadata::clone(source.footer);
     let batch = read_flat(source, footer, ROWS, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     values(array, selected, origin)
@@ -76,7 +72,8 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     let (most, claims) = (source.most, source.check()?);
     let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
     let is_stored = source.compression() == Some(Compression::UNCOMPRESSED);
-    let stored = if is_stored { source.fetched.bytes() } else { 0 };
+    // Views of values that are not compressed keep all fetched bytes in memory.
+    let stored = if is_stored || claims.open { source.fetched.bytes() } else { 0 };
     let dictionary = if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
     let footer = source.views();
     if footer.is_some() && claims.entries > dictionary / LENGTH {
@@ -90,9 +87,10 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
             let footer = footer.map_err(|error| origin.parquet(error))?;
             (read_flat(source, footer, ROWS, usize::MAX)?, stored)
         }
-        // Every row may be all of the dictionary.
+        // Every row may be all of the dictionary, or of a page.
         _ => {
-            let (footer, once) = (source.footer.clone(), most / claims.dictionary.max(1));
+            let footer = ArrowReaderMetadata::clone(source.footer);
+            let once = most / claims.dictionary.max(claims.longest).max(1);
             (read_flat(source, footer, once.clamp(1, ROWS), room)?, 0)
         }
     };
@@ -129,18 +127,8 @@ impl Source<'_> {
     /// or bytes of any length.
     fn views(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
         let root = self.footer.parquet_schema().get_column_root_idx(self.leaf);
-        let schema = self.footer.schema();
-        let kind = match schema.fields().get(root)?.data_type() {
-            DataType::Utf8 => DataType::Utf8View,
-            DataType::Binary => DataType::BinaryView,
-            _ => return None,
-        };
-        let mut fields = schema.fields().to_vec();
-        let field = fields.get_mut(root)?;
-        *field = Arc::new(field.as_ref().clone().with_data_type(kind));
-        let schema = Schema::new_with_metadata(Fields::from(fields), schema.metadata().clone());
-        let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
-        Some(ArrowReaderMetadata::try_new(Arc::clone(self.footer.metadata()), options))
+        view_of(self.footer.schema().fields().get(root)?.data_type())?;
+        Some(self.footer.views())
     }
 
     /// Checks the headers of the chunk's pages, which the library believes.
@@ -245,6 +233,8 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use arrow::array::BinaryArray;
     use farandole_store::Store;
     use parquet::arrow::ArrowWriter;
@@ -280,8 +270,7 @@ mod tests {
             .set_encoding(parquet::basic::Encoding::PLAIN)
             .set_data_page_row_count_limit(20)
             .set_write_batch_size(10);
-        let mut writer =
-            ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
         writer.write(&batch).unwrap();
         Store::open(url).unwrap().write("0.parquet", writer.into_inner().unwrap().into()).unwrap();
         Dataset::open(url).unwrap()
@@ -329,7 +318,8 @@ mod tests {
         let schema = |leaf: usize| {
             let origin = Origin { file: "0.parquet", group: 0, column: "a" };
             let fetched = Fetched::new(dataset.store(), "0.parquet", &[], 0).unwrap();
-            let source = Source { footer: &footer, fetched, leaf, part: &part, most: BUDGET, origin: &origin };
+            let source =
+                Source { footer: &footer, fetched, leaf, part: &part, most: BUDGET, origin: &origin };
             Arc::clone(source.views().unwrap().unwrap().schema())
         };
         let (first, second) = (schema(0), schema(1));
