@@ -89,31 +89,42 @@ impl Steps {
             return Err(Error::Room { expected, found });
         }
         match out {
-            Slot::Bytes(out) => self.each(&image.bytes, out, |_| |value: u8| value),
-            Slot::Floats(out) => self.each(&image.bytes, out, |channel| {
-                let scale = self.scales.get(channel).or(self.scales.first()).copied();
-                let Scale { factor, shift } = scale.unwrap_or(Scale { factor: 1.0, shift: 0.0 });
-                let table: [f32; 256] =
-                    std::array::from_fn(|value| f32::from(value.to_le_bytes()[0]) * factor - shift);
-                move |value: u8| table.get(usize::from(value)).copied().unwrap_or_default()
-            }),
+            Slot::Bytes(out) if self.channels_last || self.mode == Mode::Gray => {
+                out.copy_from_slice(&image.bytes);
+            }
+            Slot::Bytes(out) => self.write(&image.bytes, out, |_, value| value),
+            Slot::Floats(out) => {
+                let one = Scale { factor: 1.0, shift: 0.0 };
+                let scale =
+                    |channel| self.scales.get(channel).or(self.scales.first()).copied().unwrap_or(one);
+                let scales = [scale(0), scale(1), scale(2)];
+                self.write(&image.bytes, out, |channel, value| {
+                    let Scale { factor, shift } = scales.get(channel).copied().unwrap_or(one);
+                    f32::from(value) * factor - shift
+                });
+            }
         }
         Ok(())
     }
 
-    /// Writes every value, converted by the function of its channel.
-    fn each<T, F: Fn(u8) -> T>(&self, bytes: &[u8], out: &mut [T], of: impl Fn(usize) -> F) {
-        let channels = self.mode.channels();
-        let plane = bytes.len() / channels;
-        for channel in 0..channels {
-            let convert = of(channel);
-            let values = bytes.chunks_exact(channels).filter_map(|pixel| pixel.get(channel));
-            if self.channels_last {
-                let slots = out.chunks_exact_mut(channels).filter_map(|pixel| pixel.get_mut(channel));
-                slots.zip(values).for_each(|(slot, value)| *slot = convert(*value));
-            } else {
-                let slots = out.get_mut(channel * plane..(channel + 1) * plane).unwrap_or_default();
-                slots.iter_mut().zip(values).for_each(|(slot, value)| *slot = convert(*value));
+    /// Writes every value, converted by its channel, in one pass.
+    fn write<T>(&self, bytes: &[u8], out: &mut [T], convert: impl Fn(usize, u8) -> T) {
+        let (pixels, _) = bytes.as_chunks::<3>();
+        match (self.mode, self.channels_last) {
+            (Mode::Gray, _) => out.iter_mut().zip(bytes).for_each(|(to, value)| *to = convert(0, *value)),
+            (Mode::Rgb, true) => {
+                for (to, [red, green, blue]) in out.as_chunks_mut::<3>().0.iter_mut().zip(pixels) {
+                    *to = [convert(0, *red), convert(1, *green), convert(2, *blue)];
+                }
+            }
+            (Mode::Rgb, false) => {
+                let (reds, rest) = out.split_at_mut(pixels.len().min(out.len()));
+                let (greens, blues) = rest.split_at_mut(pixels.len().min(rest.len()));
+                let planes = reds.iter_mut().zip(greens).zip(blues);
+                for (((to_red, to_green), to_blue), [red, green, blue]) in planes.zip(pixels) {
+                    (*to_red, *to_green, *to_blue) =
+                        (convert(0, *red), convert(1, *green), convert(2, *blue));
+                }
             }
         }
     }
