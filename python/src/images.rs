@@ -55,7 +55,7 @@ fn decode(
     let scales = scales.unwrap_or_default().into_iter().map(scale).collect();
     let steps = Steps { height, width, mode, fit, channels_last, scales };
     let each = steps.values().max(1);
-    let values = each.checked_mul(files.len()).unwrap_or(usize::MAX);
+    let values = each.saturating_mul(files.len());
     let mut decoder = Decoder::new(steps);
     let mut left = Vec::new();
     let mut note = |row: usize, done: farandole::images::Result<()>| {
