@@ -273,13 +273,16 @@ def test_a_meter_says_where_the_time_of_steps_goes():
         passes(0.3)
         with meter.reducing():
             passes(0.2)
+        if not meter.knows_gradients:
+            meter.reduces(6, 2400)
         meter.batch_ends(10)
     meter.tell()
     measured = [{name: round(value, 6) for name, value in one.items()} for one in said]
+    reduced = {"reduced_tensors": 6, "reduced_bytes": 2400}
     # The first step comes more than two seconds after the meter was made.
     assert measured == [
-        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 10},
-        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 40},
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, **reduced, "rows": 10},
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, **reduced, "rows": 40},
     ]
     for sees_data, names in ((True, {"step_seconds", "data_seconds"}), (False, {"step_seconds"})):
         meter = Meter(True, said.append, lambda: now[0], sees_data=sees_data)
