@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -228,6 +229,15 @@ def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, 
         "what": "Spark has removed executor 1",
         "reason": "Container killed by YARN for exceeding memory",
     }
+
+
+def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door, word):
+    removed = {"kind": "removed", "executor": "2", "reason": "Command exited with code 137"}
+    later = threading.Timer(0.2, door.told.append, [removed])
+    later.start()
+    word.explain(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
+    later.join()
+    assert door.row("event/000001")["what"] == "Spark has removed executor 2"
 
 
 @pytest.mark.parametrize("error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")])
