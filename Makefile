@@ -117,7 +117,7 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: four parts, two at a time, for about half an hour; the output of each comes when it has ended"
-	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
+	$(MAKE) -k -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
 	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --reruns 1 --durations=30
