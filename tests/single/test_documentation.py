@@ -217,9 +217,8 @@ def test_external_links_are_https_and_have_a_host():
     found = {
         (page.name, link)
         for page in pages
-        for link in re.findall(r"\]\((\w+:[^)]*)\)|<(https?:[^>]*)>", page.read_text())
-        for link in link
-        if link
+        for match in re.finditer(r"\]\((\w+:[^)]*)\)|<(https?:[^>]*)>", page.read_text())
+        if (link := match[1] or match[2])
     }
     wrong = {
         (page, link)
