@@ -96,7 +96,7 @@ def test_horovods_name_is_the_same_exception():
 
 
 def imported(module: str, is_package: bool, tree: ast.Module) -> list[str]:
-    """The full names that a module imports, also in functions and for type checks."""
+    """Returns the full names that a module imports, also in functions and for type checks."""
     parent = module.split(".") if is_package else module.split(".")[:-1]
     found = []
     for node in ast.walk(tree):
