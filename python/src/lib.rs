@@ -2,6 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! `farandole._native`: registers one submodule for each crate, without logic.
+//!
+//! ```text
+//! farandole (Python) ── farandole._native.engine ──> engine.rs ── facade ──> engine
+//!                    ── farandole._native.reader ──> reader.rs ── facade ──> reader
+//!                       ...                          one file and one .pyi for each submodule
+//! ```
 
 mod arrow;
 mod cli;

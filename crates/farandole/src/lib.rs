@@ -2,6 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The facade for bindings: re-exports, with one module for each crate. It has no logic and no types.
+//!
+//! ```text
+//! python ──┐
+//! cli ─────┼─> farandole ──> session, launcher, engine, ... : each crate under its own name
+//! ffi ─────┘
+//! ```
 
 pub use farandole_collectives as collectives;
 pub use farandole_config as config;
