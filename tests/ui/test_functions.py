@@ -127,7 +127,8 @@ def traced(page: Page, link: str, store: Path) -> None:
 def test_perfetto_shows_a_timeline_in_the_page_and_keeps_it_over_a_refresh(page, errors, shown, tmp_path):
     page.context.route("https://**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html"))
     link = shown()
-    write_run(tmp_path, "plain")
+    for run in ("plain", "traced"):  # both before the viewer lists the store
+        write_run(tmp_path, run)
     ready(page, f"{link}#/run/0%2Fplain")
     page.wait_for_selector("figure canvas")
     assert page.locator("[data-section=Timeline]").count() == 0
