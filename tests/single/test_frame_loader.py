@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from farandole.data import ParquetLoader, frame_loader
+from farandole.data import ParquetLoader, frame_loader, prepare_data
 from farandole.data.loaders.frames import _expect, _remove
 
 ROWS = 500
@@ -75,6 +75,33 @@ def test_invalid_arguments_are_refused_and_leave_no_files(tmp_path):
     with pytest.raises(TypeError, match=r"a source must be a path .*: builtins\.int"):
         frame_loader(5, 10, cache=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("columns", [None, ["x"]])
+def test_two_columns_of_one_name_are_refused(tmp_path, columns):
+    frame = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(ValueError, match="more than one column 'x'"):
+        frame_loader(frame, 1, columns, cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dates_are_days_and_times_are_in_their_unit(tmp_path):
+    day, second = 7 * 24 * 3600 * 1000, 12_000
+    frame = pa.table(
+        {
+            "date": pa.array([7], pa.int32()).cast(pa.date32()),
+            "date64": pa.array([day], pa.int64()).cast(pa.date64()),
+            "time": pa.array([second], pa.int32()).cast(pa.time32("ms")),
+        }
+    )
+    prepare_data(frame, tmp_path / "prepared")
+    for loader in (frame_loader(frame, 1, cache=tmp_path / "cache"), ParquetLoader(tmp_path / "prepared", 1)):
+        (batch,) = loader
+        assert {name: values.tolist() for name, values in batch.items()} == {
+            "date": [7],
+            "date64": [7],
+            "time": [second],
+        }
 
 
 @pytest.mark.parametrize("cache", ["s3://bucket/rows", "abfss://a@b/c", "dbfs:/rows", "file://host/rows"])

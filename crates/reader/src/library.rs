@@ -199,6 +199,17 @@ fn read_flat(
 /// The values of an array, as elements of the column.
 fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<Buffer> {
     let field = &selected.field;
+    let convert = |array: &ArrayRef, wanted: &DataType| {
+        cast(array, wanted).map_err(|source| Error::Arrow {
+            column: origin.column.to_owned(),
+            file: origin.file.to_owned(),
+            source,
+        })
+    };
+    // Dates are days, although the unit of this type is the millisecond.
+    let days =
+        if *array.data_type() == DataType::Date64 { Some(convert(array, &DataType::Date32)?) } else { None };
+    let array = days.as_ref().unwrap_or(array);
     let nulls = array.logical_null_count();
     if nulls > 0 && selected.fill.is_none() {
         return Err(origin.nulls(nulls));
@@ -214,9 +225,7 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
             _ => None,
         };
         let converted = match wanted {
-            Some(wanted) if *array.data_type() != wanted => cast(array, &wanted).map_err(|source| {
-                Error::Arrow { column: origin.column.to_owned(), file: origin.file.to_owned(), source }
-            })?,
+            Some(wanted) if *array.data_type() != wanted => convert(array, &wanted)?,
             _ => array.clone(),
         };
         let data = converted.to_data();

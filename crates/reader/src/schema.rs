@@ -22,6 +22,7 @@ pub(crate) fn element_of(kind: &DataType) -> Option<Element> {
         | DataType::Date32
         | DataType::Date64
         | DataType::Timestamp(..)
+        | DataType::Time32(_)
         | DataType::Time64(_)
         | DataType::Duration(_) => Element::Int64,
         DataType::UInt8 => Element::UInt8,
@@ -63,7 +64,7 @@ pub(crate) fn direct(
         (Physical::INT32, DataType::Int32 | DataType::UInt32) | (Physical::FLOAT, DataType::Float32) => {
             Stored::Same(4)
         }
-        (Physical::INT32, DataType::Date32) => Stored::Widen,
+        (Physical::INT32, DataType::Date32 | DataType::Time32(_)) => Stored::Widen,
         (
             Physical::INT64,
             DataType::Int64

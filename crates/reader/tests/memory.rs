@@ -67,15 +67,16 @@ fn read(url: &str) -> (Result<usize, Error>, usize) {
 #[test]
 fn values_that_are_stored_once_take_no_more_memory_than_the_budget_lets_them() {
     let once = WriterProperties::builder();
-    write("memory://dictionary", 100, once);
+    write("memory://dictionary", 120, once);
     let prefixes = WriterProperties::builder().set_dictionary_enabled(false);
     write("memory://prefixes", 400, prefixes.set_encoding(Encoding::DELTA_BYTE_ARRAY));
     let before = told("VmRSS:");
 
     let (rows, most) = read("memory://dictionary");
-    assert_eq!(rows.unwrap(), 100);
+    assert_eq!(rows.unwrap(), 120);
     let more = most.saturating_sub(before);
-    assert!(more < 64 * MIB, "a dictionary of {MIB} bytes: {more}");
+    // Batches that wait, and blocks in work; the rows have 120 MiB.
+    assert!(more < 3 * BUDGET, "a dictionary of {MIB} bytes: {more}");
 
     // Four budgets at most, those of the last piece, and half as much that a vector keeps when it grows.
     let (rows, most) = read("memory://prefixes");

@@ -209,10 +209,12 @@ fn scalar(origin: Origin<'_>, array: &ArrayRef, per_row: Option<usize>) -> Resul
         | DataType::Decimal128(..)
         | DataType::Decimal256(..) => (DataType::Float64, Element::Float64),
         DataType::Date32
-        | DataType::Date64
         | DataType::Timestamp(..)
         | DataType::Duration(_)
+        | DataType::Time32(_)
         | DataType::Time64(_) => (DataType::Int64, Element::Int64),
+        // Its unit is the millisecond; dates are days in all columns.
+        DataType::Date64 => return scalar(origin, &origin.cast(array, &DataType::Date32)?, per_row),
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => (DataType::Utf8, Element::Utf8),
         DataType::Binary | DataType::LargeBinary | DataType::BinaryView | DataType::FixedSizeBinary(_) => {
             (DataType::Binary, Element::Binary)

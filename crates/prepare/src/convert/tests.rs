@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use arrow::array::{
-    BooleanArray, Date32Array, Decimal128Array, Float32Array, Float64Array, Int8Array, Int32Array,
-    Int64Array, ListArray, StringArray, TimestampMicrosecondArray,
+    BooleanArray, Date32Array, Date64Array, Decimal128Array, Float32Array, Float64Array, Int8Array,
+    Int32Array, Int64Array, ListArray, StringArray, Time32MillisecondArray, TimestampMicrosecondArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{Field, Fields};
@@ -59,9 +59,13 @@ fn scalars_keep_their_type_and_times_become_integers() {
     let decimal = Decimal128Array::from(vec![150, -25]).with_precision_and_scale(10, 2).unwrap();
     let decimal = run(Arc::new(decimal), None).unwrap();
     assert_eq!(decimal.array.as_primitive::<Float64Type>().values().to_vec(), [1.5, -0.25]);
-    for array in
-        [Arc::new(Date32Array::from(vec![7])) as ArrayRef, Arc::new(TimestampMicrosecondArray::from(vec![7]))]
-    {
+    let times: [ArrayRef; 4] = [
+        Arc::new(Date32Array::from(vec![7])),
+        Arc::new(Date64Array::from(vec![7 * 24 * 3600 * 1000])),
+        Arc::new(Time32MillisecondArray::from(vec![7])),
+        Arc::new(TimestampMicrosecondArray::from(vec![7])),
+    ];
+    for array in times {
         assert_eq!(run(array, None).unwrap().array.as_ref(), &Int64Array::from(vec![7]) as &dyn Array);
     }
     assert_eq!(run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element, Element::Utf8);

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import uuid
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -47,15 +48,15 @@ def frame_loader(
         options: Of `ParquetLoader`.
 
     Raises:
-        ValueError: A column that the frame does not have, a frame without rows, a URL of a remote store as `cache`, or
-            executors on other hosts that write to a disk of their own.
+        ValueError: A column that the frame does not have or has twice, a frame without rows, a URL of a remote store
+            as `cache`, or executors on other hosts that write to a disk of their own.
         TypeError: A frame that holds no rows.
     """
     directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     try:
         if is_spark(frame):
             _check(columns, frame.columns)
-            chosen = frame if columns is None else frame.select(*(f"`{name}`" for name in columns))
+            chosen = frame if columns is None else frame.select(*map(_quoted, columns))
             rows = _write_from_executors(chosen, directory)
         else:
             rows = None
@@ -109,6 +110,15 @@ def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:
     lacking = [name for name in columns or () if name not in present]
     if lacking:
         raise ValueError(f"the frame has no column {lacking[0]!r}: {', '.join(present)}")
+    counts = Counter(present)
+    twice = [name for name in columns or present if counts[name] > 1]
+    if twice:
+        raise ValueError(f"the frame has more than one column {twice[0]!r}: rename them")
+
+
+def _quoted(name: str) -> str:
+    """Returns a column's name in Spark's quotation marks."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def _write(frame: Any, columns: Sequence[str] | None, directory: Path) -> None:
