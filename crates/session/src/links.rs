@@ -3,12 +3,15 @@
 
 //! The sizes of the rings between ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 use farandole_collectives::{Crossover, HostCommunicator, Result};
 use farandole_config::Config;
-use farandole_transport::Link;
+use farandole_transport::{Link, Mesh, heartbeats};
 use farandole_world::{Rank, World};
+
+use crate::meeting::Interrupted;
 
 /// Channel of the engine's negotiation.
 pub(crate) const CONTROL: u32 = 0;
@@ -75,6 +78,54 @@ pub fn ring_bytes(world: &World, config: &Config) -> usize {
 /// As [`data_capacity`], in a process set besides the world: the other half of the budget holds several.
 pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
+}
+
+/// The other ranks among the members, ascending: those to which this world's rank opens its link for data at the start,
+/// and those to which it opens it at its first use. If members of the fullest machine have at most `most` members on
+/// other machines, it opens all at the start. With more it opens those on its machine, and those that exchange
+/// heartbeats in a world of the members. These connect all members, whose communicators greet each other over them.
+pub fn at_start(world: &World, members: &[Rank], most: u64) -> (Vec<Rank>, Vec<Rank>) {
+    let others = members.iter().copied().filter(|rank| *rank != world.rank);
+    let machine = |rank: &Rank| world.seats.get(rank.index()).map_or("", |seat| seat.host.machine());
+    let machines: Vec<&str> = members.iter().map(machine).collect();
+    let mut ranks = BTreeMap::<&str, usize>::new();
+    machines.iter().for_each(|machine| *ranks.entry(machine).or_default() += 1);
+    let fullest = ranks.into_values().max().unwrap_or(0);
+    let Some(own) = members.iter().position(|rank| *rank == world.rank) else { return Default::default() };
+    if (members.len() - fullest) as u64 <= most {
+        return (others.collect(), Vec::new());
+    }
+    let places = heartbeats(&machines, Rank(u32::try_from(own).unwrap_or(u32::MAX)));
+    let first: BTreeSet<Rank> = places.iter().filter_map(|place| members.get(place.index()).copied()).collect();
+    others.partition(|rank| first.contains(rank))
+}
+
+/// The links for data of a communicator that forms.
+pub(crate) struct Data<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) members: &'a [Rank],
+    pub(crate) channel: u32,
+    pub(crate) capacity: usize,
+    /// See [`at_start`].
+    pub(crate) most: u64,
+    pub(crate) deadline: Instant,
+}
+
+impl Data<'_> {
+    /// Opens those that are opened at the start. The others come after them.
+    pub(crate) fn open(
+        &self,
+        mesh: &Mesh,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<Vec<Link>, farandole_transport::Error> {
+        let Self { channel, capacity, deadline, .. } = *self;
+        let (first, later) = at_start(self.world, self.members, self.most);
+        let mut links = mesh.open_until(channel, &first, capacity, deadline, interrupted)?;
+        if !later.is_empty() {
+            links.extend(mesh.open_on_demand(channel, &later, capacity, deadline, interrupted)?);
+        }
+        Ok(links)
+    }
 }
 
 /// How allreduces are to be done.
