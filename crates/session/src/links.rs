@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sizes of the rings between ranks.
+//! The links between ranks: which are opened when a world forms, and the sizes of their rings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -272,5 +272,60 @@ mod tests {
         let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);
+    }
+
+    fn hosts(ranks: &[usize]) -> World {
+        let names: Vec<String> = (0..ranks.len()).map(|host| format!("host{host:03}")).collect();
+        let places: Vec<&str> =
+            names.iter().zip(ranks).flat_map(|(name, count)| std::iter::repeat_n(name.as_str(), *count)).collect();
+        world(&places)
+    }
+
+    fn first(world: &World, members: &[Rank], own: Rank, most: u64) -> Vec<Rank> {
+        let (first, later) = at_start(&world.seen_from(own).unwrap(), members, most);
+        let mut all = [&first[..], &later].concat();
+        all.sort_unstable();
+        assert!(all.iter().eq(members.iter().filter(|rank| **rank != own)), "each once");
+        first
+    }
+
+    #[test]
+    fn few_links_are_opened_at_the_start_of_a_large_world_and_all_of_a_small_one() {
+        let count = |ranks: &[usize], own| {
+            let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
+            let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
+            first(&world, &members, Rank(own), 16).len()
+        };
+        assert_eq!((count(&[8], 3), count(&[8, 8], 3), count(&[2, 16], 1), count(&[4; 5], 0)), (7, 15, 17, 19));
+        // 16 other machines at most; one more.
+        assert_eq!((count(&[1; 17], 3), count(&[1; 18], 3)), (16, 9));
+        // 7 of the machine, and those that exchange heartbeats.
+        assert_eq!(count(&[8; 64], 77), 7 + 11);
+        assert_eq!(count(&[8; 512], 77), 7 + 17);
+    }
+
+    /// Otherwise one end would wait for the other, or the greeting of communicators would not reach all members.
+    #[test]
+    fn links_that_are_opened_at_the_start_are_so_for_both_ends_and_connect_all_members() {
+        for ranks in [&[2, 2][..], &[1; 9], &[3, 1, 2, 5, 1, 1, 4], &[8; 12], &[1, 20, 1]] {
+            let world = hosts(ranks);
+            let size: usize = ranks.iter().sum();
+            for step in [1, 2, 3] {
+                let members: Vec<Rank> = (0..).step_by(step).take(size.div_ceil(step)).map(Rank).collect();
+                for most in [0, 3, 16, 1000] {
+                    let first = |own| first(&world, &members, own, most);
+                    let (mut seen, mut next) = (BTreeSet::from([members[0]]), vec![members[0]]);
+                    while let Some(rank) = next.pop() {
+                        for peer in first(rank) {
+                            assert!(first(peer).contains(&rank), "{ranks:?}: {rank} and {peer}");
+                            if seen.insert(peer) {
+                                next.push(peer);
+                            }
+                        }
+                    }
+                    assert_eq!(seen.len(), members.len(), "{ranks:?} by {step}");
+                }
+            }
+        }
     }
 }

@@ -44,11 +44,11 @@ pub struct Forming {
 }
 
 impl Forming {
-    /// A world on a cluster whose registrar runs on one core of a host of its own.
+    /// A world with these settings on a cluster whose registrar runs on one core of a host of its own.
     ///
     /// # Errors
     /// `Cluster`.
-    pub fn simulate(cluster: &Cluster) -> Result<Self> {
+    pub fn simulate(cluster: &Cluster, config: &Config) -> Result<Self> {
         cluster.check()?;
         let ranks = float(cluster.ranks.into());
         let round_trip = 2.0 * cluster.latency.as_secs_f64();
@@ -65,7 +65,7 @@ impl Forming {
         let workers = agents + first + (ranks * (handshake + call)).max(answers);
         let cards = sending(ranks * float(CARD));
         let met = workers + round_trip + (ranks * call).max(cards);
-        let links = links(cluster, &formed);
+        let links = links(cluster, config, &formed);
         Ok(Self {
             calls: formed.registrations * outline::CALLS,
             connections: formed.registrations * outline::CONNECTIONS,
@@ -88,14 +88,14 @@ struct Links {
 /// the tree, and connections for heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The
 /// higher rank dials, several peers at once, so the last rank takes longest; each connection takes time of one core at
 /// both ends.
-fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
+fn links(cluster: &Cluster, config: &Config, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);
     let children = |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
     let control = children(0);
     let near = u64::from(cluster.local()) - 1;
     let machines: Vec<&str> = formed.world.seats.iter().map(|seat| seat.host.machine()).collect();
-    let (data, _) = at_start(&formed.world, &members, Config::default().links_at_start);
+    let (data, _) = at_start(&formed.world, &members, config.links_at_start);
     let data = data.len() as u64;
     let far = data - near + heartbeats(&machines, Rank(0)).len() as u64 - near;
     let handshake = cluster.handshake.as_secs_f64();
@@ -115,7 +115,8 @@ mod tests {
 
     fn forming(hosts: u32, ranks: u32) -> Forming {
         let cluster = Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
-        Forming::simulate(&cluster).unwrap()
+        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        Forming::simulate(&cluster, &config).unwrap()
     }
 
     #[test]

@@ -253,8 +253,8 @@ impl Mesh {
     /// connections for heartbeats with ranks of other machines that this rank dials and that are not open yet.
     ///
     /// The windows of a link are empty until it is open. [`LinkSender::ask`](crate::LinkSender::ask) and every call for
-    /// one of its windows ask for it, and it opens when both ends have asked. If the peer cannot be reached it counts as
-    /// lost.
+    /// one of its windows ask for it, and it opens when both ends have asked. If the peer cannot be reached, its windows
+    /// are `PeerLost`.
     ///
     /// # Errors
     /// Those of `open_until`, for the heartbeats.

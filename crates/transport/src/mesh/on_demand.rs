@@ -8,8 +8,9 @@
 //! so on a thread of its own. The lower rank takes the connections that the service thread has accepted, whenever they
 //! came. Both are woken through the parker when there is news, so a thread that sleeps polls the link again.
 //!
-//! A dial has a limit of its own ([`dial::any`]). If it fails, the peer counts as lost, as if a link to it had broken.
-//! The lower rank has no limit: a rank that is late for an operation is late on open links, too. It waits until the peer
+//! A dial has a limit of its own ([`dial::any`]). If it fails, the link fails, as if it had broken. That alone does not
+//! make the peer a lost one: it may have left in order, which only the ranks know that exchange heartbeats with it. The
+//! lower rank has no limit: a rank that is late for an operation is late on open links, too. It waits until the peer
 //! dials, is lost, or the operation has reached its deadline.
 
 use std::collections::VecDeque;
@@ -224,11 +225,7 @@ impl Slot {
             Ok(connections) => self.over(connections),
             Err(Error::Interrupted) => Err(self.peer.gone(LEFT)),
             Err(error @ Error::System { .. }) => Err(error),
-            Err(error) => {
-                let reason = format!("no link could be opened: {error}");
-                self.shared.lose(&self.peer, reason.clone(), false);
-                Err(self.peer.gone(&reason))
-            }
+            Err(error) => Err(self.peer.gone(&format!("no link could be opened: {error}"))),
         }
     }
 
