@@ -101,15 +101,20 @@ fn operations_over_connections_that_open_at_their_first_use_have_the_same_result
 }
 
 /// The number of ranks of other hosts that each rank asks for a link in one operation.
-fn asked(hosts: &[usize], algorithms: &str, operation: impl Fn(usize) -> (Tensor, Operation) + Sync) -> Vec<usize> {
+fn asked(
+    hosts: &[usize],
+    algorithms: &str,
+    operation: impl Fn(usize) -> (Tensor, Operation) + Sync,
+) -> Vec<usize> {
     let numbers: Vec<u32> =
         (0..).zip(hosts).flat_map(|(host, size)| std::iter::repeat_n(host, *size)).collect();
     let mut register = Register::default();
     let mut own = |rank: u32, links: Vec<farandole_transport::Link>| {
-        let links = links.into_iter().map(|link| match numbers[link.peer.index()] == numbers[rank as usize] {
-            true => link,
-            false => register.on_demand(Rank(rank), link),
-        });
+        let links =
+            links.into_iter().map(|link| match numbers[link.peer.index()] == numbers[rank as usize] {
+                true => link,
+                false => register.on_demand(Rank(rank), link),
+            });
         links.collect::<Vec<_>>()
     };
     let meshes = loopback::mesh(numbers.len(), 64 << 10).unwrap();

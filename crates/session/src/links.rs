@@ -96,7 +96,8 @@ pub fn at_start(world: &World, members: &[Rank], most: u64) -> (Vec<Rank>, Vec<R
         return (others.collect(), Vec::new());
     }
     let places = heartbeats(&machines, Rank(u32::try_from(own).unwrap_or(u32::MAX)));
-    let first: BTreeSet<Rank> = places.iter().filter_map(|place| members.get(place.index()).copied()).collect();
+    let first: BTreeSet<Rank> =
+        places.iter().filter_map(|place| members.get(place.index()).copied()).collect();
     others.partition(|rank| first.contains(rank))
 }
 
@@ -276,8 +277,11 @@ mod tests {
 
     fn hosts(ranks: &[usize]) -> World {
         let names: Vec<String> = (0..ranks.len()).map(|host| format!("host{host:03}")).collect();
-        let places: Vec<&str> =
-            names.iter().zip(ranks).flat_map(|(name, count)| std::iter::repeat_n(name.as_str(), *count)).collect();
+        let places: Vec<&str> = names
+            .iter()
+            .zip(ranks)
+            .flat_map(|(name, count)| std::iter::repeat_n(name.as_str(), *count))
+            .collect();
         world(&places)
     }
 
@@ -296,7 +300,10 @@ mod tests {
             let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
             first(&world, &members, Rank(own), 16).len()
         };
-        assert_eq!((count(&[8], 3), count(&[8, 8], 3), count(&[2, 16], 1), count(&[4; 5], 0)), (7, 15, 17, 19));
+        assert_eq!(
+            (count(&[8], 3), count(&[8, 8], 3), count(&[2, 16], 1), count(&[4; 5], 0)),
+            (7, 15, 17, 19)
+        );
         // 16 other machines at most; one more.
         assert_eq!((count(&[1; 17], 3), count(&[1; 18], 3)), (16, 9));
         // 7 of the machine, and those that exchange heartbeats.

@@ -172,7 +172,7 @@ impl Harness {
                     let mesh = Mesh::join(options, &meeting).expect("a mesh");
                     let far = |peer: &Rank| self.host(Rank(rank)) != self.host(*peer);
                     let (later, first): (Vec<Rank>, Vec<Rank>) =
-                        peers.iter().partition(|peer| self.links == Links::OnDemand && far(peer));
+                        peers.iter().copied().partition(|peer| self.links == Links::OnDemand && far(peer));
                     let mut links = mesh.open(1, &first, ring).expect("links");
                     let deadline = Instant::now() + DEADLINE;
                     links.extend(

@@ -49,13 +49,7 @@ fn within<T>(mut look: impl FnMut() -> Option<T>) -> T {
 
 /// Sends a byte.
 fn give(link: &mut Link, byte: u8) {
-    within(|| match link.sender.window().unwrap().first_mut() {
-        Some(place) => {
-            *place = byte;
-            Some(())
-        }
-        None => None,
-    });
+    within(|| link.sender.window().unwrap().first_mut().map(|place| *place = byte));
     link.sender.commit(1).unwrap();
     within(|| link.sender.flush().unwrap().then_some(()));
 }
@@ -206,7 +200,10 @@ fn rings_of_another_size_are_refused_by_the_end_that_is_dialled() {
     let mut b = b.unwrap().remove(0);
     b.sender.ask();
     let error = failure(&mut a);
-    assert!(error.to_string().contains("rank 1 opened channel 1 with 8192 bytes a ring, here: 4096"), "{error}");
+    assert!(
+        error.to_string().contains("rank 1 opened channel 1 with 8192 bytes a ring, here: 4096"),
+        "{error}"
+    );
 }
 
 /// Replaces the addresses of rank 0.

@@ -140,7 +140,8 @@ fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
             |task| (task % 6).to_string(),
             |client, deadline| {
                 let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
-                let (set, members) = if [1, 4].contains(&session.world().rank.0) { (2, 2.0) } else { (1, 6.0) };
+                let (set, members) =
+                    if [1, 4].contains(&session.world().rank.0) { (2, 2.0) } else { (1, 6.0) };
                 assert_eq!(sum_in(&session, ProcessSetId(set)), members, "{algorithm}");
                 assert_eq!(sum(&session, &vec![1.0; 50_000]), vec![8.0; 50_000], "{algorithm}");
             },

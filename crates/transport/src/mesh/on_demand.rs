@@ -255,23 +255,23 @@ struct Sender {
 
 impl Sender {
     /// The half of the open link; none while it is not open.
-    fn half(&mut self) -> Result<Option<&mut dyn LinkSender>> {
+    fn half(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
         if self.open.is_none()
             && self.slot.look()?
             && let State::Open { sender, .. } = &mut *self.slot.state.lock()
         {
             self.open = sender.take();
         }
-        Ok(match &mut self.open {
-            Some(open) => Some(&mut **open),
-            None => None,
-        })
+        Ok(self.open.as_deref_mut())
     }
 }
 
 impl LinkSender for Sender {
     fn window(&mut self) -> Result<&mut [u8]> {
-        self.half()?.map_or(Ok(&mut []), |open| open.window())
+        match self.half()? {
+            Some(open) => open.window(),
+            None => Ok(&mut []),
+        }
     }
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
@@ -309,23 +309,23 @@ struct Receiver {
 
 impl Receiver {
     /// The half of the open link; none while it is not open.
-    fn half(&mut self) -> Result<Option<&mut dyn LinkReceiver>> {
+    fn half(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
         if self.open.is_none()
             && self.slot.look()?
             && let State::Open { receiver, .. } = &mut *self.slot.state.lock()
         {
             self.open = receiver.take();
         }
-        Ok(match &mut self.open {
-            Some(open) => Some(&mut **open),
-            None => None,
-        })
+        Ok(self.open.as_deref_mut())
     }
 }
 
 impl LinkReceiver for Receiver {
     fn window(&mut self) -> Result<&[u8]> {
-        self.half()?.map_or(Ok(&[]), |open| open.window())
+        match self.half()? {
+            Some(open) => open.window(),
+            None => Ok(&[]),
+        }
     }
 
     fn awaits(&mut self) -> Result<()> {
