@@ -69,6 +69,11 @@ impl Dials {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn threads(&self) -> usize {
+        self.waiting.lock().threads
+    }
+
     fn work(&self) {
         loop {
             let mut waiting = self.waiting.lock();
