@@ -67,6 +67,6 @@ def test_a_small_world_has_all_its_links_from_the_start() -> None:
 
 
 def test_links_open_when_an_operation_first_needs_them() -> None:
-    # A rank has links to 4 of the 10 ranks on other hosts. An allreduce goes to one rank of each host, an alltoall to all.
+    # A rank begins with 4 of 10 links to other hosts. An allreduce uses one for each host, an alltoall uses all.
     assert sockets({"FARANDOLE_LINKS_AT_START": "0"}) == [[1, 6, 6]] * (RANKS - 1)
     assert sockets({"FARANDOLE_LINKS_AT_START": "0", "FARANDOLE_TCP_STREAMS": "2"}) == [[2, 12, 12]] * (RANKS - 1)

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::net::{Ipv4Addr, TcpListener};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -342,10 +343,10 @@ fn a_forked_child_cannot_use_a_link_that_is_not_open() {
     const REFUSED: i32 = 200;
     let meshes = far(2, |_| {});
     let (mut a, b) = pair(&meshes, CHANNEL);
-    let mut link = Some(b);
+    let mut link = Mutex::new(Some(b));
     let mut command = std::process::Command::new("/proc/self/exe");
     let probe = move || {
-        let Some(mut link) = link.take() else { return Ok(()) };
+        let Some(mut link) = link.get_mut().unwrap().take() else { return Ok(()) };
         let refused = matches!(link.sender.window(), Err(Error::Forked))
             && matches!(link.receiver.window(), Err(Error::Forked));
         Err(std::io::Error::from_raw_os_error(if refused { REFUSED } else { 0 }))
