@@ -89,6 +89,7 @@ def run(script: str) -> list[str]:
         # Many more ranks than cores: a rank may not run for a while.
         "FARANDOLE_PEER_TIMEOUT": "30",
         "FARANDOLE_SHARED_MEMORY_BYTES": "32MiB",
+        "FARANDOLE_LINKS_AT_START": "16",
     }
     ranks = [{**told, "HOROVOD_RANK": str(rank)} for rank in range(RANKS)]
     prefixes = [on_host(f"host-{rank // (RANKS // HOSTS)}") for rank in range(RANKS)]

@@ -116,7 +116,7 @@ mod tests {
     fn forming(hosts: u32, ranks: u32) -> Forming {
         let cluster = Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
         let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
-        Forming::simulate(&cluster, &config).unwrap()
+        Forming::simulate(&cluster, &Config { links_at_start: 16, ..config }).unwrap()
     }
 
     #[test]
