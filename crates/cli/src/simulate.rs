@@ -125,7 +125,7 @@ fn answer(matches: &ArgMatches) -> Result<Report> {
             Some((model, timing, step))
         }
     };
-    let forming = Forming::simulate(&cluster)?;
+    let forming = Forming::simulate(&cluster, &config)?;
     Ok(Report { cluster, forming, control, allreduces, step })
 }
 

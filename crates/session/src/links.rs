@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sizes of the rings between ranks.
+//! The links between ranks: which are opened when a world forms, and the sizes of their rings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 use farandole_collectives::{Crossover, HostCommunicator, Result};
 use farandole_config::Config;
-use farandole_transport::Link;
+use farandole_transport::{Link, Mesh, heartbeats};
 use farandole_world::{Rank, World};
+
+use crate::meeting::Interrupted;
 
 /// Channel of the engine's negotiation.
 pub(crate) const CONTROL: u32 = 0;
@@ -75,6 +78,55 @@ pub fn ring_bytes(world: &World, config: &Config) -> usize {
 /// As [`data_capacity`], in a process set besides the world: the other half of the budget holds several.
 pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
+}
+
+/// The other ranks among the members, ascending: those to which this world's rank opens its link for data at the start,
+/// and those to which it opens it at its first use. If members of the fullest machine have at most `most` members on
+/// other machines, it opens all at the start. With more it opens those on its machine, and those that exchange
+/// heartbeats in a world of the members. These connect all members, whose communicators greet each other over them.
+pub fn at_start(world: &World, members: &[Rank], most: u64) -> (Vec<Rank>, Vec<Rank>) {
+    let others = members.iter().copied().filter(|rank| *rank != world.rank);
+    let machine = |rank: &Rank| world.seats.get(rank.index()).map_or("", |seat| seat.host.machine());
+    let machines: Vec<&str> = members.iter().map(machine).collect();
+    let mut ranks = BTreeMap::<&str, usize>::new();
+    machines.iter().for_each(|machine| *ranks.entry(machine).or_default() += 1);
+    let fullest = ranks.into_values().max().unwrap_or(0);
+    let Some(own) = members.iter().position(|rank| *rank == world.rank) else { return Default::default() };
+    if (members.len() - fullest) as u64 <= most {
+        return (others.collect(), Vec::new());
+    }
+    let places = heartbeats(&machines, Rank(u32::try_from(own).unwrap_or(u32::MAX)));
+    let first: BTreeSet<Rank> =
+        places.iter().filter_map(|place| members.get(place.index()).copied()).collect();
+    others.partition(|rank| first.contains(rank))
+}
+
+/// The links for data of a communicator that forms.
+pub(crate) struct Data<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) members: &'a [Rank],
+    pub(crate) channel: u32,
+    pub(crate) capacity: usize,
+    /// See [`at_start`].
+    pub(crate) most: u64,
+    pub(crate) deadline: Instant,
+}
+
+impl Data<'_> {
+    /// Opens those that are opened at the start. The others come after them.
+    pub(crate) fn open(
+        &self,
+        mesh: &Mesh,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<Vec<Link>, farandole_transport::Error> {
+        let Self { channel, capacity, deadline, .. } = *self;
+        let (first, later) = at_start(self.world, self.members, self.most);
+        let mut links = mesh.open_until(channel, &first, capacity, deadline, interrupted)?;
+        if !later.is_empty() {
+            links.extend(mesh.open_on_demand(channel, &later, capacity, deadline, interrupted)?);
+        }
+        Ok(links)
+    }
 }
 
 /// Returns the rules for the algorithms of allreduces.
@@ -221,5 +273,66 @@ mod tests {
         let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);
+    }
+
+    fn hosts(ranks: &[usize]) -> World {
+        let names: Vec<String> = (0..ranks.len()).map(|host| format!("host{host:03}")).collect();
+        let places: Vec<&str> = names
+            .iter()
+            .zip(ranks)
+            .flat_map(|(name, count)| std::iter::repeat_n(name.as_str(), *count))
+            .collect();
+        world(&places)
+    }
+
+    fn first(world: &World, members: &[Rank], own: Rank, most: u64) -> Vec<Rank> {
+        let (first, later) = at_start(&world.seen_from(own).unwrap(), members, most);
+        let mut all = [&first[..], &later].concat();
+        all.sort_unstable();
+        assert!(all.iter().eq(members.iter().filter(|rank| **rank != own)), "each once");
+        first
+    }
+
+    #[test]
+    fn few_links_are_opened_at_the_start_of_a_large_world_and_all_of_a_small_one() {
+        let count = |ranks: &[usize], own| {
+            let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
+            let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
+            first(&world, &members, Rank(own), 16).len()
+        };
+        assert_eq!(
+            (count(&[8], 3), count(&[8, 8], 3), count(&[2, 16], 1), count(&[4; 5], 0)),
+            (7, 15, 17, 19)
+        );
+        // 16 other machines at most; one more.
+        assert_eq!((count(&[1; 17], 3), count(&[1; 18], 3)), (16, 8));
+        // 7 of the machine, and those that exchange heartbeats.
+        assert_eq!(count(&[8; 64], 77), 7 + 11);
+        assert_eq!(count(&[8; 512], 77), 7 + 17);
+    }
+
+    /// Otherwise one end would wait for the other, or the greeting of communicators would not reach all members.
+    #[test]
+    fn links_that_are_opened_at_the_start_are_so_for_both_ends_and_connect_all_members() {
+        for ranks in [&[2, 2][..], &[1; 9], &[3, 1, 2, 5, 1, 1, 4], &[8; 12], &[1, 20, 1]] {
+            let world = hosts(ranks);
+            let size: usize = ranks.iter().sum();
+            for step in [1, 2, 3] {
+                let members: Vec<Rank> = (0..).step_by(step).take(size.div_ceil(step)).map(Rank).collect();
+                for most in [0, 3, 16, 1000] {
+                    let first = |own| first(&world, &members, own, most);
+                    let (mut seen, mut next) = (BTreeSet::from([members[0]]), vec![members[0]]);
+                    while let Some(rank) = next.pop() {
+                        for peer in first(rank) {
+                            assert!(first(peer).contains(&rank), "{ranks:?}: {rank} and {peer}");
+                            if seen.insert(peer) {
+                                next.push(peer);
+                            }
+                        }
+                    }
+                    assert_eq!(seen.len(), members.len(), "{ranks:?} by {step}");
+                }
+            }
+        }
     }
 }

@@ -54,6 +54,15 @@ pub trait LinkSender: Send {
     fn last_words(&mut self, bytes: &[u8]) {
         let _ = bytes;
     }
+
+    /// Whether the link is one that is opened at its first use: see [`Mesh::open_on_demand`](crate::Mesh::open_on_demand).
+    /// It stays one when it is open.
+    fn is_on_demand(&self) -> bool {
+        false
+    }
+
+    /// Begins to open such a link, if nobody has begun. Other links are open.
+    fn ask(&mut self) {}
 }
 
 /// The incoming half.

@@ -34,6 +34,8 @@ pub(super) struct Peers {
     pub(super) scratch: Scratch,
     /// Memory of members that others work in.
     pub(super) regions: Regions,
+    /// Whether there are links that are opened at their first use.
+    pub(super) on_demand: bool,
 }
 
 /// Blocks for operations that pack or keep something.
@@ -60,6 +62,12 @@ pub(super) struct Moved {
 pub(super) trait Job: Send {
     /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
+
+    /// The links over which something goes, before anything has moved. Those that are opened at their first use are
+    /// asked for at once, so that they open side by side. Whatever a job polls besides opens then.
+    fn links(&self, peers: &Peers) -> Vec<usize> {
+        (0..peers.links.len()).collect()
+    }
 }
 
 impl Peers {
@@ -89,6 +97,7 @@ impl Peers {
         let hosts = Hosts::new(numbers, member);
         let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
         let shape = Shape { members: size, hosts: hosts.count(), together: hosts.largest() };
+        let on_demand = links.iter().any(|link| link.sender.is_on_demand());
         Ok(Self {
             member,
             rank,
@@ -99,6 +108,7 @@ impl Peers {
             capacity,
             scratch: Scratch::default(),
             regions: Regions::default(),
+            on_demand,
         })
     }
 
@@ -120,6 +130,16 @@ impl Peers {
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());
         members.start..members.end - 1
+    }
+
+    /// Asks for links that are not open, the nearest lower members first: when all members ask at the same time, they ask
+    /// different ones.
+    pub(super) fn ask(&mut self, links: &[usize]) {
+        for link in links.iter().rev() {
+            if let Some(link) = self.links.get_mut(*link) {
+                link.sender.ask();
+            }
+        }
     }
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.

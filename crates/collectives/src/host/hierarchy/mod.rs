@@ -513,6 +513,10 @@ impl Job for Hierarchy {
         }
         Ok(Moved { any, done })
     }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        self.routes.iter().map(|route| route.link).collect()
+    }
 }
 
 #[cfg(test)]
