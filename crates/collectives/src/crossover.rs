@@ -20,14 +20,18 @@ pub enum Algorithm {
     /// In the host, across hosts and back: four steps in chunks. Across hosts each element travels once to its owner
     /// and once back, whatever the number of members on a host.
     Hierarchy,
+    /// As a hierarchy, but hosts swap halves with hosts at doubling distances: the same bytes in more steps, with few
+    /// other hosts.
+    Halving,
 }
 
 impl Algorithm {
-    const NAMES: [(Self, &str); 4] = [
+    const NAMES: [(Self, &str); 5] = [
         (Self::Direct, "direct"),
         (Self::Doubling, "doubling"),
         (Self::Pipeline, "pipeline"),
         (Self::Hierarchy, "hierarchy"),
+        (Self::Halving, "halving"),
     ];
 
     fn name(self) -> &'static str {
@@ -97,7 +101,8 @@ impl Crossover {
             None => shipped(shape, bytes, capacity),
         };
         // There is nothing across.
-        if chosen == Algorithm::Hierarchy && shape.hosts == 1 { Algorithm::Pipeline } else { chosen }
+        let is_across = matches!(chosen, Algorithm::Hierarchy | Algorithm::Halving);
+        if is_across && shape.hosts == 1 { Algorithm::Pipeline } else { chosen }
     }
 }
 

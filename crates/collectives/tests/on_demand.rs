@@ -12,7 +12,7 @@ use farandole_world::Rank;
 
 const WORLDS: [&[usize]; 8] =
     [&[2, 2], &[2, 1], &[1, 3], &[1, 1, 1], &[1, 1, 1, 1, 1], &[3, 1, 2], &[2, 2, 2, 2, 2], &[1; 9]];
-const ALGORITHMS: [&str; 5] = ["auto", "direct", "doubling", "pipeline", "hierarchy"];
+const ALGORITHMS: [&str; 6] = ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn floats(count: usize, seed: usize) -> Vec<u8> {
     elements(DataType::F32, count, seed as u64)
@@ -90,7 +90,7 @@ fn every_operation_asks_for_each_link_that_it_uses_at_both_ends() {
 fn operations_over_connections_that_open_at_their_first_use_have_the_same_results() {
     for world in [&[2, 2][..], &[1, 1, 1], &[3, 1, 2], &[2; 6]] {
         let size: usize = world.iter().sum();
-        for algorithms in ["auto", "doubling", "hierarchy"] {
+        for algorithms in ["auto", "doubling", "hierarchy", "halving"] {
             let run = |links: Links| {
                 let harness = Harness::on_hosts(world).over(links).ring(64 << 10).algorithms(algorithms);
                 harness.run(|rank, mut communicator| results(rank, &mut communicator, size))

@@ -19,6 +19,7 @@ mod direct;
 mod doubling;
 mod exchange;
 mod greeting;
+mod halving;
 mod hierarchy;
 mod hosts;
 mod in_place;
@@ -175,6 +176,9 @@ impl Planned {
                     }
                     Algorithm::Hierarchy => {
                         Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
+                    }
+                    Algorithm::Halving => {
+                        Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?)
                     }
                 }
             }

@@ -10,6 +10,7 @@ use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
 use super::UNIT;
+use super::halving::Lane;
 use super::hierarchy::Route;
 use super::hosts::Hosts;
 use super::in_place::Regions;
@@ -43,10 +44,12 @@ pub(super) struct Peers {
 pub(super) struct Scratch {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
-    /// For the next hierarchy.
+    /// For the next hierarchy or halving.
     pub(super) store: Vec<Vec<u8>>,
     /// Routes of hierarchies; made by the first.
     pub(super) routes: Option<Arc<[Route]>>,
+    /// The same of halvings.
+    pub(super) lanes: Option<Arc<[Lane]>>,
 }
 
 /// The result of a poll.

@@ -7,6 +7,7 @@
 //! leave in the order of the steps and are received in that order, as messages on a link are.
 
 use super::doubling::program as doubling;
+use super::halving::program as halving;
 use super::hierarchy::program as hierarchy;
 use super::hosts::Hosts;
 use super::message::padded;
@@ -182,6 +183,7 @@ enum Way {
     Doubling,
     Pipeline(pipeline::Cut),
     Hierarchy(hierarchy::Schedule),
+    Halving(halving::Schedule),
 }
 
 impl Plan {
@@ -204,6 +206,7 @@ impl Plan {
             Algorithm::Doubling => Way::Doubling,
             Algorithm::Pipeline => Way::Pipeline(pipeline::cut(bytes, members, capacity)?),
             Algorithm::Hierarchy => Way::Hierarchy(hierarchy::Schedule::new(bytes, &hosts, width, capacity)?),
+            Algorithm::Halving => Way::Halving(halving::Schedule::new(bytes, &hosts, width, capacity)?),
         };
         Some(Self { hosts, bytes, width, way })
     }
@@ -216,6 +219,7 @@ impl Plan {
             Way::Doubling => Some(Algorithm::Doubling),
             Way::Pipeline(_) => Some(Algorithm::Pipeline),
             Way::Hierarchy(_) => Some(Algorithm::Hierarchy),
+            Way::Halving(_) => Some(Algorithm::Halving),
         }
     }
 
@@ -239,6 +243,10 @@ impl Plan {
                 let hosts = self.hosts.count() as u64;
                 schedule.chunks() as u64 * (hosts * (hosts - 1) * 2 + 2 * (members - hosts))
             }
+            Way::Halving(schedule) => {
+                let hosts = self.hosts.count() as u64;
+                schedule.chunks() as u64 * (2 * hosts * u64::from(hosts.ilog2()) + 2 * (members - hosts))
+            }
         }
     }
 
@@ -250,6 +258,7 @@ impl Plan {
             Way::Doubling => doubling::program(&self.hosts, member, self.bytes, self.width),
             Way::Pipeline(cut) => pipeline::program(cut, member),
             Way::Hierarchy(schedule) => hierarchy::program(schedule, member, self.width),
+            Way::Halving(schedule) => halving::program(schedule, member),
         }
     }
 

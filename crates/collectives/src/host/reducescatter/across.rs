@@ -74,7 +74,8 @@ pub(in super::super) fn pays(
     bytes: &[Vec<usize>],
 ) -> bool {
     let all = bytes.iter().flatten().sum();
-    crossover.choose(peers.shape, all, peers.capacity) == Algorithm::Hierarchy
+    let chosen = crossover.choose(peers.shape, all, peers.capacity);
+    matches!(chosen, Algorithm::Hierarchy | Algorithm::Halving)
         && peers.hosts.largest() > 1
         && peers.capacity >= UNIT * reducer.expansion()
 }
