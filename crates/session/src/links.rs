@@ -176,6 +176,7 @@ pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use farandole_collectives::program::{Action, Plan};
     use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
 
     use super::*;
@@ -333,6 +334,58 @@ mod tests {
                     assert_eq!(seen.len(), members.len(), "{ranks:?} by {step}");
                 }
             }
+        }
+    }
+
+    /// Connections of each rank to other hosts: heartbeats, negotiation, and links for data that were open at the start or
+    /// that allreduces of these bytes have opened.
+    fn sockets(ranks: &[usize], rules: &str, bytes: &[usize]) -> Vec<usize> {
+        let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
+        let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
+        let places = world.machines();
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let (rules, ring) = (rules.parse().unwrap(), ring_bytes(&world, &config));
+        let plans: Vec<Plan> =
+            bytes.iter().map(|bytes| Plan::new(&places, *bytes, 1, ring, &rules).unwrap()).collect();
+        let parents = farandole_engine::outline::parents(&world, &members);
+        let machines: Vec<&str> = world.seats.iter().map(|seat| seat.host.machine()).collect();
+        let sockets = |own: &Rank| {
+            let is_far = |peer: &usize| places[*peer] != places[own.index()];
+            let mut data: BTreeSet<usize> =
+                first(&world, &members, *own, 16).into_iter().map(Rank::index).filter(is_far).collect();
+            for plan in &plans {
+                let program = plan.program(own.index());
+                let peers = program.actions().filter_map(|action| match action {
+                    Action::Send(transfer) | Action::Receive(transfer) => Some(transfer.member as usize),
+                    Action::Reduce { .. } => None,
+                });
+                data.extend(peers.filter(is_far));
+            }
+            let beats = heartbeats(&machines, *own);
+            let beats = beats.into_iter().map(Rank::index).filter(is_far).count();
+            let is_edge = |(member, parent): (usize, &Option<u32>)| {
+                let up = parent.map(|parent| parent as usize);
+                is_far(&member) && up == Some(own.index())
+                    || member == own.index() && up.is_some_and(|parent| is_far(&parent))
+            };
+            let control = parents.iter().enumerate().filter(|edge| is_edge(*edge)).count();
+            data.len() + beats + control
+        };
+        members.iter().map(sockets).collect()
+    }
+
+    #[test]
+    fn a_rank_of_64_hosts_with_8_ranks_has_at_most_40_sockets_to_other_hosts_after_allreduces() {
+        let most = |ranks: &[usize], rules: &str| {
+            sockets(ranks, rules, &[4, 64 << 10, 1 << 20, 64 << 20]).into_iter().max().unwrap()
+        };
+        assert_eq!(most(&[8; 64], "doubling:65536,hierarchy"), 63 + 11 + 6);
+        assert_eq!(most(&[8; 64], "auto"), 11 + 11 + 6);
+        assert_eq!(most(&[8; 64], "doubling:65536,halving"), 11 + 11 + 6);
+        // No power of two: hosts of the same place meet others than those that exchange heartbeats.
+        for hosts in [33, 48, 63] {
+            let found = most(&vec![8; hosts], "auto");
+            assert!(found <= 40, "{hosts} hosts: {found}");
         }
     }
 }

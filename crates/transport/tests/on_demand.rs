@@ -143,7 +143,8 @@ fn tr_3_a_thread_that_sleeps_is_woken_when_a_link_opens() {
 #[test]
 fn many_ranks_ask_for_links_in_two_channels_at_once_and_all_hear_each_other() {
     const SIZE: u32 = 24;
-    let meshes = far(SIZE, |_| {});
+    // More threads than processors: a rank may not run for seconds.
+    let meshes = far(SIZE, |options| options.peer_timeout = PATIENCE);
     let ranks: Vec<Rank> = (0..SIZE).map(Rank).collect();
     thread::scope(|scope| {
         for mesh in &meshes {
@@ -261,6 +262,24 @@ fn a_dial_that_is_accepted_and_not_answered_ends_within_the_peer_timeout() {
     let error = failure(&mut link);
     assert!(error.to_string().contains("it accepts connections but does not answer"), "{error}");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}
+
+/// Signals do not make a wait longer: each stop interrupts what the process waits for.
+#[test]
+fn a_dial_ends_in_time_in_a_process_that_is_stopped_again_and_again() {
+    let name = "a_dial_that_is_accepted_and_not_answered_ends_within_the_peer_timeout";
+    let mut command = std::process::Command::new("/proc/self/exe");
+    let mut child = command.args(["--exact", name]).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let pid = rustix::process::Pid::from_child(&child);
+    let status = within(|| {
+        for signal in [rustix::process::Signal::STOP, rustix::process::Signal::CONT] {
+            // It may have ended, and is not waited for before the next turn.
+            rustix::process::kill_process(pid, signal).unwrap();
+            thread::sleep(Duration::from_millis(30));
+        }
+        child.try_wait().unwrap()
+    });
+    assert!(status.success(), "{status}");
 }
 
 /// A rank of an elastic job has gone to the next world and listens at the same port.

@@ -99,12 +99,18 @@ impl Builder {
 
     /// Sends `messages` that have `bytes` in all, padding included.
     pub(super) fn send(&mut self, to: usize, load: Load, after: &[u32]) -> u32 {
+        self.send_over(to, to, load, after)
+    }
+
+    /// As [`send`](Self::send), over one of several links to a member, which each have a number of their own.
+    pub(super) fn send_over(&mut self, link: usize, to: usize, load: Load, after: &[u32]) -> u32 {
         let mut all = after.to_vec();
-        all.extend(self.last.get(to).copied().flatten());
+        all.extend(self.last.get(link).copied().flatten());
         let step = self.push(Action::Send(load.with(to)), &all);
-        if let Some(last) = self.last.get_mut(to) {
-            *last = Some(step);
+        if self.last.len() <= link {
+            self.last.resize(link + 1, None);
         }
+        self.last[link] = Some(step);
         step
     }
 
@@ -269,6 +275,7 @@ impl Plan {
         match self.way {
             Way::Pipeline(_) => equal && sizes[0] == 1,
             Way::Hierarchy(_) => equal,
+            Way::Halving(_) => equal && sizes.len().is_power_of_two(),
             _ => false,
         }
     }
@@ -279,11 +286,12 @@ impl Plan {
     }
 
     /// Returns the steps of a member of the first host, in which transfers to other hosts go to the member itself, as
-    /// one transfer for each chunk: its counterparts on other hosts send the same bytes at the same time.
+    /// one transfer for each chunk, or for each of its swaps: its counterparts on other hosts send the same bytes at the same time.
     pub fn folded(&self, member: usize) -> Program {
         match &self.way {
             Way::Pipeline(cut) => pipeline::folded(cut),
             Way::Hierarchy(schedule) => hierarchy::folded(schedule, member, self.width),
+            Way::Halving(schedule) => halving::folded(schedule, member),
             _ => Program::default(),
         }
     }

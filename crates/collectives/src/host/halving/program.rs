@@ -15,17 +15,40 @@ struct Writer<'a> {
     builder: Builder,
     /// The steps that the next one of a chunk comes after, by chunk.
     before: Vec<Vec<u32>>,
+    /// Other hosts stand behind this member itself.
+    folded: bool,
 }
 
 /// Returns the steps of a member.
 pub(in super::super) fn program(schedule: &Schedule, member: usize) -> Program {
-    let members = schedule.hosts().sizes().iter().sum();
-    let (host, builder) = (schedule.hosts().of(member), Builder::new(members));
-    let before = vec![Vec::new(); schedule.chunks()];
-    Writer { schedule, member, host, builder, before }.write()
+    Writer::new(schedule, member, false).write()
 }
 
-impl Writer<'_> {
+/// Returns the steps of a member of the first host, for all: see `Plan::folded`.
+pub(in super::super) fn folded(schedule: &Schedule, member: usize) -> Program {
+    Writer::new(schedule, member, true).write()
+}
+
+impl<'a> Writer<'a> {
+    fn new(schedule: &'a Schedule, member: usize, folded: bool) -> Self {
+        let members = schedule.hosts().sizes().iter().sum();
+        let (host, builder) = (schedule.hosts().of(member), Builder::new(members));
+        let before = vec![Vec::new(); schedule.chunks()];
+        Self { schedule, member, host, builder, before, folded }
+    }
+
+    /// Sends a carrier of another host something of a step.
+    fn give(&mut self, stage: &Stage, (chunk, step): (usize, usize), load: Load, before: &[u32]) -> u32 {
+        let to = self.other(stage, chunk);
+        // The first host meets another one in each step.
+        let link = if self.folded { self.schedule.hosts().largest() + step } else { to };
+        self.builder.send_over(link, to, load, before)
+    }
+
+    fn other(&self, stage: &Stage, chunk: usize) -> usize {
+        if self.folded { self.member } else { self.carrier(stage.host, chunk) }
+    }
+
     fn write(mut self) -> Program {
         let (chunks, (between, within)) = (self.schedule.chunks(), self.schedule.ahead());
         for t in 0..chunks + within {
@@ -42,11 +65,20 @@ impl Writer<'_> {
         self.builder.finish()
     }
 
+    fn stage(&self, chunk: usize, step: usize) -> Option<Stage> {
+        let mut stage = self.schedule.stage(self.host, chunk, step)?;
+        if self.folded {
+            // It receives as much as it sends. The first host keeps the longer half.
+            stage.give = stage.keep.clone();
+        }
+        Some(stage)
+    }
+
     fn carrier(&self, host: usize, chunk: usize) -> usize {
         self.schedule.hosts().carrier(host, chunk)
     }
 
-    fn near(&self) -> impl Iterator<Item = usize> + use<> {
+    fn near(&self) -> impl Iterator<Item = usize> + use<'a> {
         let member = self.member;
         self.schedule.hosts().members(self.host).filter(move |other| *other != member)
     }
@@ -65,14 +97,16 @@ impl Writer<'_> {
         let mut before = vec![self.builder.reduce(len * (inputs.len() + 1 + width), &inputs)];
         let mut own = 0..len;
         for step in 0..self.schedule.stages(self.host, chunk) {
-            let Some(Stage { host, keep, give, .. }) = self.schedule.stage(self.host, chunk, step) else { break };
-            let other = self.carrier(host, chunk);
+            let Some(stage) = self.stage(chunk, step) else { break };
+            let Stage { keep, give, .. } = stage.clone();
             let mut after = Vec::with_capacity(2);
             if !give.is_empty() {
-                after.push(self.builder.send(other, Load::one(give.len() * width, true), &before));
+                let load = Load::one(give.len() * width, true);
+                after.push(self.give(&stage, (chunk, step), load, &before));
             }
             if !keep.is_empty() {
-                let theirs = self.builder.receive(other, Load::one(keep.len() * width, false), &before);
+                let (from, load) = (self.other(&stage, chunk), Load::one(keep.len() * width, false));
+                let theirs = self.builder.receive(from, load, &before);
                 // Read twice, written to a block in the cache, and copied back.
                 after.push(self.builder.reduce(3 * keep.len() * width, &[theirs]));
             }
@@ -94,14 +128,15 @@ impl Writer<'_> {
         }
         let mut before = std::mem::take(&mut self.before[chunk]);
         for step in (0..self.schedule.stages(self.host, chunk)).rev() {
-            let Some(Stage { host, keep, give, .. }) = self.schedule.stage(self.host, chunk, step) else { break };
-            let other = self.carrier(host, chunk);
+            let Some(stage) = self.stage(chunk, step) else { break };
+            let Stage { keep, give, .. } = &stage;
             let mut after = Vec::with_capacity(2);
             if !keep.is_empty() {
-                after.push(self.builder.send(other, Load::one(keep.len(), true), &before));
+                after.push(self.give(&stage, (chunk, step), Load::one(keep.len(), true), &before));
             }
             if !give.is_empty() {
-                after.push(self.builder.receive(other, Load::one(give.len(), true), &before));
+                let from = self.other(&stage, chunk);
+                after.push(self.builder.receive(from, Load::one(give.len(), true), &before));
             }
             if !after.is_empty() {
                 before = after;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Members of a hierarchy that are polled one by one.
+//! Members of a halving that are polled one by one.
 
 use std::time::{Duration, Instant};
 
@@ -31,12 +31,12 @@ fn an_allreduce_among_many_hosts_begins_at_once() {
         let started = Instant::now();
         let job = Halving::new(&mut peers, reducer, flat(), flat()).unwrap();
         let took = started.elapsed();
-        assert_eq!((job.routes.len(), job.near.len()), (7 + 63, 7));
-        peers.scratch.store = job.store;
+        assert_eq!((job.lanes.len(), job.near.len()), (7 + 6, 7));
+        peers.scratch.store = job.spare;
         took
     };
-    // The first one makes the routes.
-    began(1 << 20);
+    // The first one finds the links and takes memory.
+    began(128 << 20);
     for bytes in [4 << 10, 1 << 20, 128 << 20] {
         let least = (0..10).map(|_| began(bytes)).min().unwrap_or_default();
         assert!(least < Duration::from_millis(1), "{least:?} for {bytes} bytes");
@@ -126,12 +126,17 @@ fn pick(random: u64, of: usize) -> usize {
     usize::try_from(random % of as u64).unwrap()
 }
 
-/// The own part of a chunk comes before others: it is reduced while those behind it have not arrived, and the other host
-/// may have sent partials of the next chunk.
 #[test]
 fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
-    let worlds: [&[u32]; 5] =
-        [&[0, 0, 1, 1], &[0, 0, 0, 1, 2, 2], &[0, 1, 1, 1, 1], &[0, 0, 1], &[0, 0, 1, 1, 2, 2]];
+    let worlds: [&[u32]; 7] = [
+        &[0, 0, 1, 1],
+        &[0, 0, 0, 1, 2, 2],
+        &[0, 1, 1, 1, 1],
+        &[0, 0, 1],
+        &[0, 0, 1, 1, 2, 2],
+        &[0, 1, 2, 3, 4, 5, 6],
+        &[0, 0, 0, 1, 2, 2, 3, 3, 4, 4],
+    ];
     for seed in 0..60 {
         let hosts = worlds[pick(seed, worlds.len())];
         let dtype = if seed % 3 == 0 { DataType::Bf16 } else { DataType::F32 };
