@@ -361,9 +361,9 @@ mod tests {
         let (lines, json) = (report.lines(), report.json());
         println!("{}", lines.join("\n"));
         assert_eq!(lines[0], "512 ranks on 64 hosts, 25 Gbit/s, 20 us");
-        assert!(lines.iter().any(|line| line.contains("hierarchy") && line.contains("67108864")));
+        assert!(lines.iter().any(|line| line.contains("halving") && line.contains("67108864")));
         assert_eq!(json["allreduces"][0]["algorithm"], "doubling");
-        assert_eq!(json["allreduces"][2]["algorithm"], "hierarchy");
+        assert_eq!(json["allreduces"][2]["algorithm"], "halving");
         let efficiency = json["step"]["efficiency"].as_f64().unwrap() * 100.0;
         assert!(
             lines.iter().any(|line| line.contains(&format!("efficiency {efficiency:.1} %"))),

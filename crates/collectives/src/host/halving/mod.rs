@@ -16,7 +16,8 @@
 //! twice the bytes of elements, also if the reduction rounds the partials of hosts.
 //!
 //! On the link from `r` to `q` goes a fixed sequence of messages, as in `hierarchy`: for `t = 0, 1, ...` first the early
-//! message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out.
+//! message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A` falls with the distance of
+//! hosts, as results come back in the reverse order of the steps, and is largest within a host.
 //!
 //! ```text
 //! same host:    early(t): r's input, if q carries t             late(t): the result, if r carries t
@@ -24,8 +25,9 @@
 //! ```
 //!
 //! **No deadlock.** For each `t` in order, let there be these steps: the inputs of `t`; the swaps of partials of `t`, one
-//! after the other; the swaps of results of `t - A` (between), likewise; the results of `t - A` (within). Every link has
-//! its messages in the order of these steps, and a member begins chunks in this order. Suppose no member can move, and
+//! after the other; for each distance, the farthest first, the swaps of results of `t - A`; the results of `t - A`
+//! (within). Every link has its messages in the order of these steps, which is also that of the steps of each chunk, and a
+//! member begins chunks in this order. Suppose no member can move, and
 //! consider the first step that is not over. All messages of earlier steps have been read, so its messages are the first
 //! on their links, and the rings have room. The partials of all earlier chunks were made to results, so there is memory
 //! to join inputs. In a swap both ends have all they need from earlier steps: they can write what they give and read
@@ -232,7 +234,7 @@ impl Halving {
                 any |= self.answer(far, &stage, peers)?;
                 any |= self.store(far, &stage, peers)?;
                 let Stream { writing, reading } = &self.streams[lane];
-                let is_past = |position| self.schedule.is_past_late(position, &self.lanes[lane], work.chunk);
+                let is_past = |position: Position| position.is_past_late(&self.lanes[lane], work.chunk);
                 is_past(*writing) && is_past(*reading)
             };
             if !over {
@@ -313,7 +315,7 @@ impl Halving {
     /// Sends results of the part that this host has to the host that lacks them.
     fn answer(&mut self, Far { lane, chunk }: Far, stage: &Stage, peers: &mut Peers) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
-        if self.schedule.late_at(*writing, &self.lanes[lane]) != Some(chunk) {
+        if writing.late(&self.lanes[lane]) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.keep.start, &self.outputs);
@@ -326,7 +328,7 @@ impl Halving {
     /// Stores results of the part that the other host has.
     fn store(&mut self, Far { lane, chunk }: Far, stage: &Stage, peers: &mut Peers) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
-        if self.schedule.late_at(*reading, &self.lanes[lane]) != Some(chunk) {
+        if reading.late(&self.lanes[lane]) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk(chunk).0 + stage.give.start, &self.outputs);
@@ -339,7 +341,7 @@ impl Halving {
     /// Sends a member of this host the result of a chunk that is complete.
     fn hand_out(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
         let Stream { writing, .. } = &mut self.streams[lane];
-        let Some(chunk) = self.schedule.late_at(*writing, &self.lanes[lane]) else { return Ok(false) };
+        let Some(chunk) = writing.late(&self.lanes[lane]) else { return Ok(false) };
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
@@ -352,7 +354,7 @@ impl Halving {
     /// Stores the result of a chunk that another member of this host carries.
     fn fetch(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
         let Stream { reading, .. } = &mut self.streams[lane];
-        let Some(chunk) = self.schedule.late_at(*reading, &self.lanes[lane]) else { return Ok(false) };
+        let Some(chunk) = reading.late(&self.lanes[lane]) else { return Ok(false) };
         let (start, outputs) = (self.schedule.chunk(chunk).0, &self.outputs);
         let any = reading.message.take(&mut *link.receiver, |at, from| outputs.write(start + at, from))?;
         self.read(lane);

@@ -50,13 +50,16 @@ impl<'a> Writer<'a> {
     }
 
     fn write(mut self) -> Program {
-        let (chunks, (between, within)) = (self.schedule.chunks(), self.schedule.ahead());
+        let (chunks, within) = (self.schedule.chunks(), self.schedule.ahead_within());
         for t in 0..chunks + within {
             if t < chunks {
                 self.early(t);
             }
-            if let Some(chunk) = t.checked_sub(between).filter(|chunk| *chunk < chunks) {
-                self.late_between(chunk);
+            for level in (0..self.schedule.levels()).rev() {
+                let chunk = t.checked_sub(self.schedule.ahead_between(level));
+                if let Some(chunk) = chunk.filter(|chunk| *chunk < chunks) {
+                    self.late_between(chunk, level);
+                }
             }
             if let Some(chunk) = t.checked_sub(within) {
                 self.late_within(chunk);
@@ -121,28 +124,23 @@ impl<'a> Writer<'a> {
         self.before[chunk] = before;
     }
 
-    /// If this member carries the chunk: the swaps of results.
-    fn late_between(&mut self, chunk: usize) {
+    /// If this member carries the chunk: the swap of results at a level.
+    fn late_between(&mut self, chunk: usize, level: usize) {
         if self.carrier(self.host, chunk) != self.member {
             return;
         }
-        let mut before = std::mem::take(&mut self.before[chunk]);
-        for step in (0..self.schedule.stages(self.host, chunk)).rev() {
-            let Some(stage) = self.stage(chunk, step) else { break };
-            let Stage { keep, give, .. } = &stage;
-            let mut after = Vec::with_capacity(2);
-            if !keep.is_empty() {
-                after.push(self.give(&stage, (chunk, step), Load::one(keep.len(), true), &before));
-            }
-            if !give.is_empty() {
-                let from = self.other(&stage, chunk);
-                after.push(self.builder.receive(from, Load::one(give.len(), true), &before));
-            }
-            if !after.is_empty() {
-                before = after;
-            }
+        let Some(step) = self.schedule.step_at(self.host, level) else { return };
+        let Some(stage) = self.stage(chunk, step) else { return };
+        let (before, mut after) = (std::mem::take(&mut self.before[chunk]), Vec::with_capacity(2));
+        if !stage.keep.is_empty() {
+            let load = Load::one(stage.keep.len(), true);
+            after.push(self.give(&stage, (chunk, step), load, &before));
         }
-        self.before[chunk] = before;
+        if !stage.give.is_empty() {
+            let from = self.other(&stage, chunk);
+            after.push(self.builder.receive(from, Load::one(stage.give.len(), true), &before));
+        }
+        self.before[chunk] = if after.is_empty() { before } else { after };
     }
 
     /// Results to the members of this host, or from the carrier.

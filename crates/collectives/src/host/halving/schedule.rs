@@ -10,16 +10,16 @@ use super::super::UNIT;
 use super::super::hosts::Hosts;
 use super::super::message::Message;
 
-/// Chunks that are swapped before the result of the first comes back, of those that a member carries.
-const LOOKAHEAD: usize = 4;
-/// Chunks whose inputs are posted within a host before the result of the first, likewise: see the module `hierarchy`.
-const LOOKAHEAD_WITHIN: usize = 2 * LOOKAHEAD;
+/// Chunks in each step at the same time, of those that a member carries.
+const LOOKAHEAD: usize = 2;
+/// Chunks whose inputs are posted within a host before the result of the first, besides those in steps between hosts.
+const LOOKAHEAD_WITHIN: usize = 4;
 /// Chunks stay in the second-level cache.
 const LARGEST_CHUNK: usize = 256 << 10;
 /// Below, a chunk costs more in messages than it gains in overlap.
-const SMALLEST_CHUNK: usize = 32 << 10;
+const SMALLEST_CHUNK: usize = 16 << 10;
 /// Chunks of each member's share that even a small tensor is cut into.
-const OVERLAP: usize = 4;
+const OVERLAP: usize = 12;
 
 /// One step of a chunk between two hosts. Partial sums go one way each, and their results come back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub(in super::super) struct Lane {
     pub(super) link: usize,
     own: Place,
     peer: Place,
+    /// Number of chunks by which results come after early messages.
+    ahead: usize,
 }
 
 /// Host of a member, its number there, and the members there.
@@ -110,6 +112,17 @@ impl Position {
         (!self.is_over() && self.slot.is_multiple_of(2)).then_some(self.slot / 2)
     }
 
+    /// Returns the chunk of which results are at this position.
+    pub(super) fn late(self, lane: &Lane) -> Option<usize> {
+        let is_late = !self.is_over() && self.slot % 2 == 1;
+        is_late.then(|| self.slot / 2 - lane.ahead)
+    }
+
+    /// Returns whether the results of a chunk were before this position.
+    pub(super) fn is_past_late(self, lane: &Lane, chunk: usize) -> bool {
+        self.slot > 2 * (chunk + lane.ahead) + 1
+    }
+
     /// Returns whether the input or the partials of a chunk were before this position.
     pub(super) fn is_past_early(self, chunk: usize) -> bool {
         self.slot > 2 * chunk
@@ -169,15 +182,32 @@ impl Schedule {
         self.chunk.min(self.bytes) * self.width
     }
 
-    /// Number of chunks by which results come after early messages, between hosts and within a host.
-    pub(super) fn ahead(&self) -> (usize, usize) {
-        (LOOKAHEAD * self.hosts.largest(), LOOKAHEAD_WITHIN * self.hosts.largest())
+    /// Levels of steps: that of pairs, if there are any, and one for each doubling of the distance.
+    pub(super) fn levels(&self) -> usize {
+        self.full.ilog2() as usize + usize::from(self.folded > 0)
+    }
+
+    /// Returns the step of a host at a level, if it is not that of pairs to which the host does not belong.
+    pub(super) fn step_at(&self, host: usize, level: usize) -> Option<usize> {
+        level.checked_sub(usize::from(host >= self.folded && self.folded > 0))
+    }
+
+    /// Number of chunks by which results come after partials between hosts that meet at this level. The results of a chunk
+    /// pass the levels in reverse. If they came equally late at all of them, each chunk would wait for the one before.
+    pub(super) fn ahead_between(&self, level: usize) -> usize {
+        LOOKAHEAD * 2 * (self.levels() - level) * self.hosts.largest()
+    }
+
+    /// Number of chunks by which results come after inputs within a host.
+    pub(super) fn ahead_within(&self) -> usize {
+        self.ahead_between(0) + LOOKAHEAD_WITHIN * self.hosts.largest()
     }
 
     /// Returns the chunks whose partials a member of this host keeps at the same time.
     pub(super) fn begun(&self, host: usize) -> usize {
-        let carried = self.chunks.div_ceil(self.hosts.members(host).len().max(1));
-        (self.ahead().0 / self.hosts.members(host).len().max(1) + 1).min(carried)
+        let members = self.hosts.members(host).len().max(1);
+        let begun = (LOOKAHEAD * self.levels() + 1) * self.hosts.largest() / members;
+        begun.min(self.chunks.div_ceil(members))
     }
 
     /// Returns the place of a host among those that swap. Both hosts of a pair have the same.
@@ -238,11 +268,16 @@ impl Schedule {
 
     /// Returns the step in which `host` meets another host.
     fn meets(&self, host: usize, other: usize) -> Option<usize> {
-        let (place, theirs) = (self.place(host), self.place(other));
-        let first = usize::from(host < self.folded);
-        match place ^ theirs {
+        self.step_at(host, self.level(host, other)?)
+    }
+
+    /// Returns the level at which two hosts meet.
+    fn level(&self, host: usize, other: usize) -> Option<usize> {
+        match self.place(host) ^ self.place(other) {
             0 => Some(0),
-            distance if distance.is_power_of_two() => Some(first + distance.ilog2() as usize),
+            distance if distance.is_power_of_two() => {
+                Some(usize::from(self.folded > 0) + distance.ilog2() as usize)
+            }
             _ => None,
         }
     }
@@ -283,22 +318,24 @@ impl Schedule {
             peers.extend(carried.filter(meets).map(|chunk| hosts.carrier(host, chunk)));
         }
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
-        peers.iter().map(|peer| Lane { link: link(peer), own, peer: Place::new(hosts, *peer) }).collect()
+        let lane = |peer: &usize| {
+            let (link, peer) = (link(peer), Place::new(hosts, *peer));
+            let level = self.level(own.host, peer.host).filter(|_| own.host != peer.host);
+            let ahead = level.map_or_else(|| self.ahead_within(), |level| self.ahead_between(level));
+            Lane { link, own, peer, ahead }
+        };
+        peers.iter().map(lane).collect()
     }
 
     /// Returns the first message from `slot` on.
     fn seek(&self, slot: usize, lane: &Lane, way: Way) -> Position {
-        let ahead = self.ahead_on(lane);
+        let ahead = lane.ahead;
         let early = self.early(slot.div_ceil(2), lane, way).map(|(chunk, bytes)| (2 * chunk, bytes));
         let late = self.late((slot / 2).saturating_sub(ahead), lane, way);
         let late = late.map(|(chunk, bytes)| (2 * (chunk + ahead) + 1, bytes));
         let next = early.into_iter().chain(late).min();
         let over = Position { slot: OVER, message: Message::default() };
         next.map_or(over, |(slot, bytes)| Position { slot, message: Message::new(bytes) })
-    }
-
-    fn ahead_on(&self, lane: &Lane) -> usize {
-        if lane.is_near() { self.ahead().1 } else { self.ahead().0 }
     }
 
     pub(super) fn first(&self, lane: &Lane, way: Way) -> Position {
@@ -310,16 +347,6 @@ impl Schedule {
         self.seek(position.slot.saturating_add(1), lane, way)
     }
 
-    /// Returns the chunk of which results are at this position.
-    pub(super) fn late_at(&self, position: Position, lane: &Lane) -> Option<usize> {
-        let is_late = !position.is_over() && position.slot % 2 == 1;
-        is_late.then(|| position.slot / 2 - self.ahead_on(lane))
-    }
-
-    /// Returns whether the results of a chunk were before this position.
-    pub(super) fn is_past_late(&self, position: Position, lane: &Lane, chunk: usize) -> bool {
-        position.slot > 2 * (chunk + self.ahead_on(lane)) + 1
-    }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
     fn early(&self, from: usize, lane: &Lane, way: Way) -> Option<(usize, usize)> {
