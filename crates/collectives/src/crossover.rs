@@ -269,8 +269,14 @@ mod tests {
         assert_eq!((chosen(2, 1, 4), chosen(16, 1, 4)), (Algorithm::Doubling, Algorithm::Doubling));
         assert_eq!(chosen(4, 1, 1 << 20), Algorithm::Pipeline);
         assert_eq!(chosen(2, 4, 1 << 20), Algorithm::Hierarchy);
-        assert_eq!((chosen(15, 4, 1 << 20), chosen(16, 4, 1 << 20)), (Algorithm::Hierarchy, Algorithm::Halving));
-        assert_eq!((chosen(1, 4, 1 << 20), chosen(64, 1, 1 << 20)), (Algorithm::Pipeline, Algorithm::Pipeline));
+        assert_eq!(
+            (chosen(15, 4, 1 << 20), chosen(16, 4, 1 << 20)),
+            (Algorithm::Hierarchy, Algorithm::Halving)
+        );
+        assert_eq!(
+            (chosen(1, 4, 1 << 20), chosen(64, 1, 1 << 20)),
+            (Algorithm::Pipeline, Algorithm::Pipeline)
+        );
         let everywhere: Crossover = "halving".parse().unwrap();
         assert_eq!(everywhere.choose(shape(1, 4), 5, 1 << 20), Algorithm::Pipeline);
     }

@@ -96,7 +96,8 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
             // Several chunks for each member, the last one of an odd length.
             let counts = [0, 1, 33, 5001, 150_001 / dtype.size() * if size > 8 { 1 } else { 3 }];
             let inputs = counts.map(|count| inputs(dtype, count, size));
-            let expected = inputs.each_ref().map(|inputs| oracle::allreduce_on(&world, call(dtype, op), inputs));
+            let expected =
+                inputs.each_ref().map(|inputs| oracle::allreduce_on(&world, call(dtype, op), inputs));
             let harness = Harness::on_hosts(&world).ring(16 << 10).algorithms("halving");
             harness.run(|rank, mut communicator| {
                 let make = |inputs: &Vec<Vec<u8>>| Tensor::new(&inputs[rank.index()], false);
@@ -104,8 +105,9 @@ fn halves_that_are_swapped_have_the_bits_of_the_oracle_on_any_number_of_hosts() 
                 let one = |tensor| allreduce(dtype, op, std::slice::from_ref(tensor));
                 complete_all(&mut communicator, tensors.iter().map(one).collect()).unwrap();
                 for (tensor, (count, expected)) in tensors.iter().zip(counts.iter().zip(&expected)) {
-                    oracle::compare(dtype, &tensor.result(), expected)
-                        .unwrap_or_else(|differs| panic!("{world:?}, rank {rank}, {dtype} {count}: {differs}"));
+                    oracle::compare(dtype, &tensor.result(), expected).unwrap_or_else(|differs| {
+                        panic!("{world:?}, rank {rank}, {dtype} {count}: {differs}")
+                    });
                 }
             });
         }

@@ -30,12 +30,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             for bytes in SIZES {
                 let time = |algorithm: &str| {
                     let config = Config::read(|_| None, &BTreeMap::new());
-                    let config = config.map(|config| Config { allreduce_algorithm: algorithm.to_owned(), ..config });
+                    let config =
+                        config.map(|config| Config { allreduce_algorithm: algorithm.to_owned(), ..config });
                     let found = Collective::new(&cluster, &config.ok()?).ok()?.simulate(bytes).ok()?;
-                    Some(format!("{:10.3}{}", found.time.as_secs_f64() * 1e3, if found.folded { "f" } else { " " }))
+                    Some(format!(
+                        "{:10.3}{}",
+                        found.time.as_secs_f64() * 1e3,
+                        if found.folded { "f" } else { " " }
+                    ))
                 };
                 let is_long = |algorithm: &str| {
-                    (bytes > 1 << 20 && algorithm == "doubling") || (hosts * local > 64 && algorithm == "pipeline")
+                    (bytes > 1 << 20 && algorithm == "doubling")
+                        || (hosts * local > 64 && algorithm == "pipeline")
                 };
                 let cell = |algorithm: &&str| match is_long(algorithm) {
                     true => format!("{:>11}", ""),

@@ -177,9 +177,7 @@ impl Planned {
                     Algorithm::Hierarchy => {
                         Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
                     }
-                    Algorithm::Halving => {
-                        Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?)
-                    }
+                    Algorithm::Halving => Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?),
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {

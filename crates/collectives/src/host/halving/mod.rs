@@ -221,7 +221,8 @@ impl Halving {
         while work.joined == self.schedule.chunk(work.chunk).1 && !work.is_over() {
             let is_up = work.step < work.stages;
             let step = if is_up { work.step } else { 2 * work.stages - 1 - work.step };
-            let Some((lane, stage)) = work.stage.take().or_else(|| self.stage(peers, work.chunk, step)) else {
+            let Some((lane, stage)) = work.stage.take().or_else(|| self.stage(peers, work.chunk, step))
+            else {
                 break;
             };
             let over = if is_up {
@@ -392,9 +393,8 @@ impl Job for Halving {
             any |= self.hand_out(lane, link)?;
         }
         let over = |stream: &Stream| stream.writing.is_over() && stream.reading.is_over();
-        let done = self.next >= self.schedule.chunks()
-            && self.works.is_empty()
-            && self.streams.iter().all(over);
+        let done =
+            self.next >= self.schedule.chunks() && self.works.is_empty() && self.streams.iter().all(over);
         if done {
             peers.scratch.store = std::mem::take(&mut self.spare);
         }

@@ -4,8 +4,8 @@
 //! The steps of a halving, written down.
 
 use super::super::program::{Builder, Load, Program};
-use super::schedule::Stage;
 pub(in super::super) use super::schedule::Schedule;
+use super::schedule::Stage;
 
 /// One member's steps for the chunks, in the order of the slots of [`Schedule`].
 struct Writer<'a> {
@@ -167,7 +167,9 @@ mod tests {
 
     #[test]
     fn a_program_sends_and_receives_what_the_schedule_says_in_its_order() {
-        for numbers in [&[0, 0, 1, 1][..], &[0, 1, 2, 3, 4], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]] {
+        for numbers in
+            [&[0, 0, 1, 1][..], &[0, 1, 2, 3, 4], &[0, 0, 0, 1, 1, 1, 2, 2, 2], &[0, 0, 0, 1, 1, 2]]
+        {
             let hosts = Hosts::new(numbers, 0);
             for (bytes, width) in [(65, 1), (100_003, 2), (3 << 20, 1)] {
                 let schedule = Schedule::new(bytes, &hosts, width, 1 << 20).unwrap();

@@ -145,12 +145,7 @@ pub(in super::super) struct Schedule {
 
 impl Schedule {
     /// `width` is how many times the bytes of an element a partial sum takes. Nothing when rings are too small.
-    pub(in super::super) fn new(
-        bytes: usize,
-        hosts: &Hosts,
-        width: usize,
-        capacity: usize,
-    ) -> Option<Self> {
+    pub(in super::super) fn new(bytes: usize, hosts: &Hosts, width: usize, capacity: usize) -> Option<Self> {
         let share = (bytes / hosts.largest() / OVERLAP).next_multiple_of(UNIT);
         let chunk = share.clamp(SMALLEST_CHUNK, LARGEST_CHUNK);
         let (count, hosts) = (hosts.count(), hosts.clone());
@@ -246,7 +241,8 @@ impl Schedule {
                 return None;
             }
         }
-        let distance = 1_usize.checked_shl(u32::try_from(step).ok()?).filter(|distance| *distance < self.full)?;
+        let distance =
+            1_usize.checked_shl(u32::try_from(step).ok()?).filter(|distance| *distance < self.full)?;
         let place = self.place(host);
         for step in 0..step {
             range = halves(range, place >> step & 1 == 0).0;
@@ -294,7 +290,8 @@ impl Schedule {
     /// Returns the other hosts with which a host exchanges anything.
     fn partners(&self, host: usize) -> BTreeSet<usize> {
         let turns = [0, self.hosts.largest()];
-        let steps = |chunk| (0..self.stages(host, chunk)).filter_map(move |step| self.partner(host, chunk, step));
+        let steps =
+            |chunk| (0..self.stages(host, chunk)).filter_map(move |step| self.partner(host, chunk, step));
         turns.into_iter().flat_map(steps).collect()
     }
 
@@ -346,7 +343,6 @@ impl Schedule {
     pub(super) fn next(&self, position: Position, lane: &Lane, way: Way) -> Position {
         self.seek(position.slot.saturating_add(1), lane, way)
     }
-
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
     fn early(&self, from: usize, lane: &Lane, way: Way) -> Option<(usize, usize)> {
@@ -426,7 +422,10 @@ mod tests {
                             assert_eq!(schedule.meets(host, stage.host), Some(step));
                             let theirs = schedule.meets(stage.host, host).unwrap();
                             let theirs = schedule.stage(stage.host, chunk, theirs).unwrap();
-                            assert_eq!((theirs.host, &theirs.give, theirs.is_earlier), (host, &stage.keep, !stage.is_earlier));
+                            assert_eq!(
+                                (theirs.host, &theirs.give, theirs.is_earlier),
+                                (host, &stage.keep, !stage.is_earlier)
+                            );
                             assert_eq!(stage.keep.len() + stage.give.len(), range.len());
                             range = stage.keep;
                         }
