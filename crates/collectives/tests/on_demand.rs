@@ -144,6 +144,7 @@ fn an_operation_asks_for_few_links_where_its_algorithm_needs_few() {
     let hosts = [2; 8];
     assert_eq!(asked(&hosts, "direct", reduced), [14; 16]);
     assert_eq!(asked(&hosts, "hierarchy", reduced), [7; 16]);
+    assert_eq!(asked(&hosts, "halving", reduced), [3; 16]);
     // The first rank of each host doubles.
     assert_eq!(asked(&hosts, "doubling", reduced), [[3, 0]; 8].concat());
     let nothing = |_: usize| (Tensor::new(&[], true), Operation::Barrier);
