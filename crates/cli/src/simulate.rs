@@ -372,7 +372,7 @@ mod tests {
         let schedule = std::fs::read_to_string(&path).unwrap();
         assert!(schedule.starts_with("num_ranks 512\n\nrank 0 {\nl0: "), "{}", &schedule[..80]);
 
-        let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 64M --goal";
+        let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 1G --goal";
         let error = answer(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
         assert!(error.to_string().contains("messages"), "{error}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), schedule, "a failure leaves the file as it was");
