@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Links that are opened at their first use: late, refused, given up, and many at once.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::Mutex;
