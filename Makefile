@@ -9,7 +9,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only those
 # that it needs. All other targets install all.
@@ -117,7 +117,7 @@ jvm-shim/target/classpath: jvm-shim/pom.xml $(wildcard jvm-shim/src/test/java/fa
 SPARK_FACING := $(addprefix tests/spark/test_,run.py run_contract.py prepare.py deployments.py estimator.py torch_spark_ml.py plugin.py)
 test-spark: bytecode .tools/pyspark-3.5/ready .tools/pyspark-4.0/ready
 	@echo "test-spark: four parts, two at a time, for about half an hour; the output of each comes when it has ended"
-	$(MAKE) -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
+	$(MAKE) -k -j2 --output-sync=target spark-slow-a-k spark-slow-l-z spark-older-3.5 spark-older-4.0
 
 spark-slow-%:
 	$(BIN)/python -m pytest $(foreach directory,spark single,tests/$(directory)/test_[$*]*.py) -m slow --reruns 1 --durations=30
@@ -282,6 +282,11 @@ docs: $(VENV)/.packages
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
+
+# Opens the external links of the pages, which needs the internet. `make test` checks only their form.
+links: $(VENV)/.packages
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
+	$(BIN)/python -m sphinx -q -b linkcheck -d target/docs/doctrees-links docs target/docs/links
 
 # Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of materials, an sdist,
 # farandole-horovod. Then the wheel is installed into empty environments and used. Needs a clean checkout.

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""JPEG files as normalised tensors: a loader with `Decode`, next to torchvision in as many threads.
+"""Images as tensors: a loader with `Decode`, next to torchvision in as many threads.
 
     pip install torchvision
     python bench/images.py [--images 1000] [--repeat 5]
 
-Photographs of 500 x 375 pixels, made up of smooth noise, become float32 of 3 x 224 x 224: the middle, normalised. Both
-sides have the files in memory. Prints medians of images per second. Farandole is asked for at least 1.0 x torchvision.
+Photographs of 500 x 375 pixels, made up of smooth noise. JPEG files become float32 of 3 x 224 x 224: the middle,
+normalised. Then JPEG and PNG files are decoded alone, to uint8 of their own size. torchvision has the files in memory;
+the loader reads them from prepared data. Prints medians of images per second, and of the processor time of an image,
+which other load on the machine changes less. The goal is 1.0 x torchvision.
 """
 
 from __future__ import annotations
@@ -36,23 +38,27 @@ THREADS, BATCH = 2, 64
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-def photographs(count: int) -> list[bytes]:
-    """JPEG files."""
+def photographs(count: int, kind: str) -> list[bytes]:
+    """Returns files."""
     random = np.random.default_rng(0)
     files = []
     for _ in range(count):
         small = PIL.Image.fromarray(random.integers(0, 256, (25, 33, 3), np.uint8))
         out = io.BytesIO()
-        small.resize((500, 375), PIL.Image.Resampling.BICUBIC).save(out, "jpeg", quality=90)
+        small.resize((500, 375), PIL.Image.Resampling.BICUBIC).save(out, kind, quality=90)
         files.append(out.getvalue())
     return files
 
 
-def torchvision_pass(files: list[bytes]) -> int:
-    """Decodes all files with torchvision."""
-    steps = v2.Compose(
+def normalised() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns torchvision's steps of a decoded image."""
+    return v2.Compose(
         [v2.Resize(224), v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     )
+
+
+def torchvision_pass(files: list[bytes], steps: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Decodes all files with torchvision."""
 
     def one(blob: bytes) -> torch.Tensor:
         encoded = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -70,15 +76,20 @@ def loader_pass(loader: ParquetLoader) -> int:
     return sum(len(batch["image"]) for batch in loader)
 
 
-def median(repeat: int, function: Callable[[], int], count: int) -> float:
-    """Seconds of one pass."""
-    seconds = []
+def medians(repeat: int, passes: dict[str, Callable[[], int]], count: int) -> dict[str, tuple[float, float]]:
+    """Returns the seconds of one pass of each: elapsed, and of processors.
+
+    Passes alternate, so that other load on the machine slows all alike.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
     for _ in range(repeat + 1):
-        start = time.perf_counter()
-        if function() != count:
-            raise RuntimeError("not all images were decoded")
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        for name, function in passes.items():
+            start, used = time.perf_counter(), time.process_time()
+            if function() != count:
+                raise RuntimeError("not all images were decoded")
+            seconds[name].append((time.perf_counter() - start, time.process_time() - used))
+    both = {name: zip(*some[1:], strict=True) for name, some in seconds.items()}
+    return {name: (statistics.median(next(one)), statistics.median(next(one))) for name, one in both.items()}
 
 
 def main() -> None:
@@ -88,21 +99,35 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)  # both have threads of their own
-    files = photographs(given.images)
-    decode = Decode({"image": Image(224, fit="crop", mean=MEAN, std=STD)})
+    results = {}
+    for case, kind, how, steps in (
+        ("jpeg, resized and normalised", "jpeg", Image(224, fit="crop", mean=MEAN, std=STD), normalised()),
+        ("jpeg alone", "jpeg", Image(375, 500, dtype="uint8"), lambda image: image),
+        ("png alone", "png", Image(375, 500, dtype="uint8"), lambda image: image),
+    ):
+        results[case] = seconds = compare(photographs(given.images, kind), how, steps, given.repeat)
+        wall, processors = seconds["torchvision"]
+        for name, (one, used) in seconds.items():
+            print(
+                f"{case:<28} {name:<12} {given.images / one:8.0f} images/s {wall / one:6.2f} x "
+                f"{1000 * used / given.images:8.2f} ms of a processor {processors / used:6.2f} x",
+                flush=True,
+            )
+    save("images", {"images": given.images, "threads": THREADS, "seconds": results})
+
+
+def compare(
+    files: list[bytes], how: Image, steps: Callable[[torch.Tensor], torch.Tensor], repeat: int
+) -> dict[str, tuple[float, float]]:
+    """Returns the seconds that torchvision and a loader take for all files."""
     with tempfile.TemporaryDirectory() as directory:
-        data = prepare_data(pa.table({"image": files}), directory)
+        url = prepare_data(pa.table({"image": files}), directory).train_url
+        decode = Decode({"image": how})
         loader = ParquetLoader(
-            data.train_url, BATCH, ["image"], framework="torch", transformation_fn=decode, transform_workers=THREADS
+            url, BATCH, ["image"], framework="torch", transformation_fn=decode, transform_workers=THREADS
         )
-        seconds = {
-            "torchvision": median(given.repeat, lambda: torchvision_pass(files), len(files)),
-            "farandole": median(given.repeat, lambda: loader_pass(loader), len(files)),
-        }
-    for name, one in seconds.items():
-        speed = seconds["torchvision"] / one
-        print(f"{name:<12} {len(files) / one:8.0f} images/s {speed:6.2f} x")
-    save("images", {"images": given.images, "threads": THREADS, **seconds})
+        passes = {"torchvision": lambda: torchvision_pass(files, steps), "farandole": lambda: loader_pass(loader)}
+        return medians(repeat, passes, len(files))
 
 
 if __name__ == "__main__":

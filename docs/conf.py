@@ -17,13 +17,24 @@ project = "Farandole"
 (release,) = re.findall(r'^__version__ = "(.+)"', _PACKAGE.read_text(), re.MULTILINE)
 version = release
 copyright = "the Farandole authors"  # noqa: A001 - Sphinx's name
-extensions = ["myst_parser", "api_reference"]
+extensions = ["myst_parser", "api_reference", "crate_page"]
 lexers["ssh-config"] = TextLexer()  # Pygments has none for it
 source_suffix = {".md": "markdown"}
 html_theme = "pydata_sphinx_theme"
 html_title = f"Farandole {release}"
 html_show_sourcelink = False
-html_theme_options = {"navbar_align": "left", "navigation_with_keys": False, "show_prev_next": True}
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_start": ["navbar-logo", "version-switcher"],
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    # The browser reads the list from the root of the server, so pages of older versions show newer ones, too.
+    "switcher": {"json_url": "/switcher.json", "version_match": release},
+    "check_switcher": False,
+}
+html_extra_path = ["switcher.json"]
+linkcheck_timeout = 20
+linkcheck_anchors = False  # pages that scripts build have no anchors in their source
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 nitpicky = True

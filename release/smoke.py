@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Installs a built wheel into empty environments and uses it there.
 
-Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is one of `bare`, `numpy`, `horovod`, `source`,
-`torch-oldest`, `torch-newest`, `spark-oldest` and `spark-newest`. Without a name all of them run. `bare`, `numpy` and
-`horovod` run on the oldest and on the newest Python of this machine that the package supports. The others run on the
-oldest. `source` builds a wheel from the source distribution, as pip does where no wheel fits, and does the same as
-`bare` with it.
+Usage: `python release/smoke.py DIRECTORY [NAME...]`. `NAME` is a key of `TRIALS`. Without a name all of them run. Each
+trial runs on the oldest and on the newest Python of this machine that the package supports, or on the newest one for
+which the packages of the trial exist. `torch-oldest` and `torch-newest` train a model on two ranks. `spark-oldest` and
+`spark-newest` fit an estimator on Spark with `farandole demo`. `source` builds a wheel from the source distribution, as
+pip does where no wheel fits, does the same as `bare` with it, and runs on the oldest Python only.
 """
 
 from __future__ import annotations
@@ -54,10 +54,37 @@ assert hvd.size() == 2, hvd.size()
 assert total.tolist() == [1.0] * 3, total
 print("sum of two ranks", total.tolist())
 """
-ON_SPARK = """
-from pyspark.sql import SparkSession
+TRAIN = """
+import torch
+import farandole.torch as hvd
+hvd.init()
+assert hvd.size() == 2, hvd.size()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(4, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+rows = torch.randn(64, 4)
+labels = rows @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+losses = []
+for step in range(50):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(rows), labels)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+weights = hvd.allgather(torch.cat([model.weight.detach(), model.bias.detach()[None]], dim=1))
+assert torch.equal(weights[0], weights[1]), weights
+assert losses[-1] < 0.01 * losses[0], losses
+print("torch", torch.__version__, "trained on two ranks, loss", round(losses[0], 3), "to", round(losses[-1], 6))
+"""
+DEMO = """
+import subprocess
+import pyspark
+import torch
 import farandole.spark
 if __name__ == "__main__":
+    from pyspark.sql import SparkSession
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
     def rank_of():
         import farandole.numpy as hvd
@@ -65,8 +92,10 @@ if __name__ == "__main__":
         return hvd.rank(), hvd.size()
     ranks = farandole.spark.run(rank_of, num_proc=2)
     assert ranks == [(0, 2), (1, 2)], ranks
-    print("pyspark", spark.version, ranks)
     spark.stop()
+    fit = subprocess.run(["farandole", "demo"], stdout=subprocess.PIPE, text=True, check=True)
+    assert f"training on Spark {pyspark.__version__}" in fit.stdout, fit.stdout
+    print("pyspark", pyspark.__version__, "torch", torch.__version__, ranks, "and farandole demo")
 """
 
 
@@ -80,6 +109,9 @@ class Trial:
         ranks: How many processes `farandole run` starts; 0 for `python` itself.
         extra: Other wheels of the directory, by prefix.
         source: Whether the wheel is built from the source distribution.
+        extras: Extras of the wheel, as in `pip install 'farandole[torch,spark]'`.
+        until: Newest Python for which the packages exist, as their indexes say; empty for any.
+        on_newest: Whether it also runs on the newest Python.
     """
 
     packages: tuple[str, ...]
@@ -87,6 +119,9 @@ class Trial:
     ranks: int = 0
     extra: tuple[str, ...] = ()
     source: bool = False
+    extras: str = ""
+    until: str = ""
+    on_newest: bool = True
 
 
 TRIALS = {
@@ -97,21 +132,13 @@ TRIALS = {
     "horovod": Trial(
         ("numpy>=1.26",), "import horovod, horovod.runner\nprint('import horovod')", extra=("farandole_horovod-",)
     ),
-    "source": Trial((), f"NAMED = {MADE}\n{BARE}", source=True),
-    "torch-oldest": Trial(
-        ("torch==2.6.*", "numpy>=1.26"),
-        "import torch\n" + REDUCE.format(module="farandole.torch", tensor="torch.full((3,), float(hvd.rank()))"),
-        2,
-    ),
-    "torch-newest": Trial(
-        ("torch", "numpy>=1.26"),
-        "import torch\n" + REDUCE.format(module="farandole.torch", tensor="torch.full((3,), float(hvd.rank()))"),
-        2,
-    ),
-    "spark-oldest": Trial(("pyspark==3.5.*", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
-    "spark-newest": Trial(("pyspark", "pyarrow>=15", "pandas>=2.2,<3", "numpy>=1.26"), ON_SPARK),
+    "source": Trial((), f"NAMED = {MADE}\n{BARE}", source=True, on_newest=False),
+    "torch-oldest": Trial(("torch==2.6.*",), TRAIN, 2, extras="[torch]", until="3.13"),
+    "torch-newest": Trial((), TRAIN, 2, extras="[torch]"),
+    # pyspark 3.5 imports distutils, which Python has removed in 3.12 and setuptools provides.
+    "spark-oldest": Trial(("pyspark==3.5.*", "torch==2.6.*", "setuptools"), DEMO, extras="[torch,spark]", until="3.13"),
+    "spark-newest": Trial((), DEMO, extras="[torch,spark]"),
 }
-ON_ONE_PYTHON = {"source", "torch-oldest", "torch-newest", "spark-oldest", "spark-newest"}
 
 
 def pythons() -> dict[str, str]:
@@ -159,7 +186,7 @@ def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) 
     subprocess.run([uv, "venv", "--quiet", "--no-project", "--python", python, str(environment)], check=True)
     inside = environment / "bin" / "python"
     install = [uv, "pip", "install", "--quiet", "--python", str(inside)]
-    subprocess.run([*install, str(wheel), *extra, *trial.packages], check=True)
+    subprocess.run([*install, f"{wheel}{trial.extras}", *extra, *trial.packages], check=True)
     script = place / f"smoke_{name.replace('-', '_')}.py"
     script.write_text(trial.script)
     command = [str(inside), str(script)]
@@ -168,10 +195,18 @@ def attempt(name: str, trial: Trial, python: str, directory: Path, place: Path) 
     # Nothing of this machine's environment may help: no PYTHONPATH, no settings of Farandole.
     kept = {key: value for key, value in os.environ.items() if key in {"HOME", "LANG", "JAVA_HOME"}}
     env = {**kept, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYSPARK_PYTHON": str(inside)}
-    ended = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=600, check=False)
     if ended.returncode != 0:
         raise SystemExit(f"{name} failed on {python}:\n{ended.stdout}\n{ended.stderr}")
     return ended.stdout.strip().splitlines()[-1]
+
+
+def versions(trial: Trial, found: list[str]) -> list[str]:
+    """Returns the versions of Python on which a trial runs, of those that were found, oldest first."""
+    usable = [one for one in found if not trial.until or VERSIONS.index(one) <= VERSIONS.index(trial.until)]
+    if not usable:
+        raise SystemExit(f"no Python up to {trial.until} on this machine")
+    return list(dict.fromkeys((usable[0], usable[-1]) if trial.on_newest else usable[:1]))
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -179,9 +214,8 @@ def main(directory: Path, names: list[str]) -> None:
     found = pythons()
     if not found:
         raise SystemExit(f"no Python of {', '.join(VERSIONS)} on this machine")
-    oldest, newest = next(iter(found)), list(found)[-1]
     for name in names or list(TRIALS):
-        for version in [oldest] if name in ON_ONE_PYTHON else dict.fromkeys((oldest, newest)):
+        for version in versions(TRIALS[name], list(found)):
             start = time.monotonic()
             place = Path(tempfile.mkdtemp(prefix="farandole-smoke-"))
             try:

@@ -4,6 +4,7 @@
 //! Record batches as Python hands them in, and batches as it takes them: by pointers, without copies.
 #![expect(unsafe_code, reason = "the Arrow C data interface and the buffer protocol are pointers")]
 
+use std::any::Any;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
@@ -103,7 +104,8 @@ impl Shared {
 /// `BufferError` for more bytes than Python counts.
 ///
 /// # Safety
-/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the batch of `span`.
+/// `view` is the one that Python passed to `__getbuffer__`, and `owner` holds the memory of `span`, which nothing in Rust
+/// reads or writes any more.
 unsafe fn export(
     owner: &Bound<'_, PyAny>,
     span: Span,
@@ -114,7 +116,7 @@ unsafe fn export(
     let bytes = bytes.map_err(|_| PyBufferError::new_err("more bytes than a buffer can have"))?;
     let address: *mut c_void = std::ptr::with_exposed_provenance_mut(span.address);
     // SAFETY: the address is valid for `bytes` bytes as long as `owner` lives, and the view holds a reference to it;
-    // nothing in Rust reads or writes them after `Shared::new`.
+    // only Python reads and writes them.
     let status = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), address, bytes, 0, flags) };
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
 }
@@ -245,6 +247,37 @@ impl Values {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let span = slf.get().span;
         // SAFETY: the view is Python's own, and `slf` holds the batch.
+        unsafe { export(slf.as_any(), span, view, flags) }
+    }
+}
+
+/// Decoded images, one after the other.
+#[pyclass(frozen, module = "farandole._native.images")]
+pub(crate) struct Pixels {
+    span: Span,
+    _memory: Box<dyn Any + Send + Sync>,
+}
+
+impl Pixels {
+    /// Gives bytes away to Python.
+    pub(crate) fn bytes(mut values: Vec<u8>) -> Self {
+        Self { span: Span::of(&mut values), _memory: Box::new(values) }
+    }
+
+    /// Gives floats away to Python.
+    pub(crate) fn floats(mut values: Vec<f32>) -> Self {
+        let (address, length) = (values.as_mut_ptr().expose_provenance(), size_of_val(values.as_slice()));
+        Self { span: Span { address, length }, _memory: Box::new(values) }
+    }
+}
+
+#[pymethods]
+impl Pixels {
+    /// # Safety
+    /// Python calls it with a view to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let span = slf.get().span;
+        // SAFETY: the view is Python's own, and `slf` holds the memory.
         unsafe { export(slf.as_any(), span, view, flags) }
     }
 }

@@ -2,6 +2,12 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! `farandole._native`: registers one submodule for each crate, without logic.
+//!
+//! ```text
+//! farandole (Python) ── farandole._native.engine ──> engine.rs ── facade ──> engine
+//!                    ── farandole._native.reader ──> reader.rs ── facade ──> reader
+//!                       ...                          one file and one .pyi for each submodule
+//! ```
 
 mod arrow;
 mod cli;
@@ -13,6 +19,7 @@ mod elastic;
 mod engine;
 mod error;
 mod hosts;
+mod images;
 mod launcher;
 mod logging;
 mod prepare;
@@ -40,6 +47,7 @@ const SUBMODULES: &[(&str, Register)] = &[
     ("elastic", elastic::register),
     ("engine", engine::register),
     ("hosts", hosts::register),
+    ("images", images::register),
     ("launcher", launcher::register),
     ("logging", logging::register),
     ("prepare", prepare::register),

@@ -20,16 +20,16 @@ SWITCH = "FARANDOLE_ENABLE_XLA_OPS"
 @contextlib.contextmanager
 def without_custom_calls():
     """The probe fails, as it does where TensorFlow has another XLA."""
-    from farandole.tensorflow import _xla
+    from farandole.tensorflow import xla
 
     os.environ[SWITCH] = "0"
-    _xla.problem.cache_clear()
+    xla.problem.cache_clear()
     try:
-        assert "is off" in (_xla.problem() or "")
+        assert "is off" in (xla.problem() or "")
         yield
     finally:
         del os.environ[SWITCH]
-        _xla.problem.cache_clear()
+        xla.problem.cache_clear()
 
 
 def close(actual, expected, what):
@@ -148,10 +148,10 @@ def auto_never_compiles_what_has_to_be_split():
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     tf.config.list_physical_devices = lambda kind=None: [gpu] if kind != "CPU" else []
     try:
-        from farandole.tensorflow import _xla
+        from farandole.tensorflow import xla
 
-        _xla.problem.cache_clear()
-        assert "on a GPU" in (_xla.problem() or "")
+        xla.problem.cache_clear()
+        assert "on a GPU" in (xla.problem() or "")
         assert model._resolve_auto_jit_compile() is False
         assert trainer.model_supports_jit(model)
         other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -159,7 +159,7 @@ def auto_never_compiles_what_has_to_be_split():
         assert other.jit_compile is True
     finally:
         tf.config.list_physical_devices = listed
-        _xla.problem.cache_clear()
+        xla.problem.cache_clear()
 
 
 def test_compiled_steps_are_split_around_their_reduction(tensorflow_pair):

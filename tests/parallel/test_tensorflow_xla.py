@@ -25,9 +25,9 @@ def compiled_functions_equal_others():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import _xla
+    from farandole.tensorflow import xla
 
-    assert _xla.problem() is None, _xla.problem()
+    assert xla.problem() is None, xla.problem()
     rank = hvd.rank()
 
     def everything(x):
@@ -111,7 +111,7 @@ def compiled_calls_follow_branches_loops_and_functions():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import _xla
+    from farandole.tensorflow import xla
 
     doubled = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
     # A function that both call, after a call of their own.
@@ -150,13 +150,13 @@ def compiled_calls_follow_branches_loops_and_functions():
         assert shared.experimental_get_tracing_count() == 2
 
     # What was compiled for a world of another size says so.
-    kept, _xla._members = _xla._members, lambda _: 3
+    kept, xla._members = xla._members, lambda _: 3
     try:
         for operation in (hvd.allgather, hvd.reducescatter):
             with pytest.raises(tf.errors.OpError, match="another number of ranks, trace it again: 3 then, 2 now"):
                 tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
     finally:
-        _xla._members = kept
+        xla._members = kept
 
 
 def keras_compiles_the_whole_step():
@@ -170,7 +170,7 @@ def what_cannot_be_compiled_says_why():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import _split, _xla
+    from farandole.tensorflow import splitting, xla
 
     def compiled(function, *specs):
         return tf.function(function, jit_compile=True, input_signature=specs or None)
@@ -191,13 +191,13 @@ def what_cannot_be_compiled_says_why():
         different(tf.ones([3 + hvd.rank()]))
     close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
     # Where the custom call is not to be had, nor a function to be split.
-    kept = _xla.problem, _split.is_possible
-    _xla.problem, _split.is_possible = lambda: "some reason", lambda: False
+    kept = xla.problem, splitting.is_possible
+    xla.problem, splitting.is_possible = lambda: "some reason", lambda: False
     try:
         with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
             compiled(hvd.allreduce)(tf.ones(5))
     finally:
-        _xla.problem, _split.is_possible = kept
+        xla.problem, splitting.is_possible = kept
 
 
 def test_collectives_are_compiled_by_xla(tensorflow_pair):

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import builtins
 import io
+import threading
+import time
+import zlib
 
 import numpy as np
 import PIL.EpsImagePlugin
@@ -94,6 +97,163 @@ def test_images_are_fitted_turned_and_converted():
     small = one(Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)).astype(float)
     wanted = np.asarray(PIL.Image.fromarray(large).resize((40, 30), PIL.Image.Resampling.BILINEAR)).astype(float)
     assert np.abs(small - wanted).mean() < 2.0
+
+
+def chunked(width, height, depth, color, rows, *more):
+    """A PNG, row by row: kinds that Pillow does not write."""
+
+    def chunk(name, data):
+        return len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([depth, color, 0, 0, 0])
+    packed = zlib.compress(b"".join(b"\0" + row for row in rows))
+    body = [chunk(b"IHDR", header), *(chunk(*one) for one in more), chunk(b"IDAT", packed), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+def common_kinds():
+    """Files that need no Pillow, by name."""
+    pixels = picture(0, 60, 90)
+    gray, alpha = pixels[..., 0], pixels[..., 1:2]
+    few = PIL.Image.fromarray(pixels).quantize(16)
+    kinds = {
+        "jpeg 4:4:4": stored(pixels, "jpeg", quality=90, subsampling=0),
+        "jpeg 4:2:2": stored(pixels, "jpeg", quality=90, subsampling=1),
+        "jpeg 4:2:0": stored(pixels, "jpeg", quality=90, subsampling=2),
+        "jpeg, progressive": stored(pixels, "jpeg", quality=90, progressive=True),
+        "jpeg, restarts": stored(pixels, "jpeg", quality=90, restart_marker_blocks=3),
+        "jpeg, gray": stored(gray, "jpeg", quality=90),
+        "png": stored(pixels),
+        "png, gray": stored(gray),
+        "png, one bit": stored(gray > 128),
+        "png, 16 bits": stored(gray.astype(np.uint16) * 257),
+        "png, alpha": stored(np.concatenate([pixels, alpha], axis=2)),
+        "png, 48 bits": chunked(90, 60, 16, 2, [np.stack([row, row // 2], axis=2).tobytes() for row in pixels]),
+        "png, gray, four bits": chunked(90, 60, 4, 0, [(row[::2] & 0xF0 | row[1::2] >> 4).tobytes() for row in gray]),
+        "png, gray, a clear value": chunked(90, 60, 8, 0, [row.tobytes() for row in gray], (b"tRNS", b"\0\x80")),
+    }
+    for name, image in (("palette", few), ("gray and alpha", PIL.Image.fromarray(pixels[..., :2], "LA"))):
+        out = io.BytesIO()
+        image.save(out, "png", **({"transparency": bytes(range(0, 256, 16))} if name == "palette" else {}))
+        kinds[f"png, {name}"] = out.getvalue()
+    return kinds
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("fit", ["stretch", "crop", "pad"])
+def test_common_png_and_jpeg_are_decoded_without_pillow_and_look_the_same(monkeypatch, mode, fit):
+    kinds = common_kinds()
+    how = Image(37, 52, mode=mode, fit=fit, dtype="uint8", channels_last=True)
+    wanted = {name: np.asarray(how._resized(blob, 52)).reshape(37, 52, -1).astype(int) for name, blob in kinds.items()}
+    monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
+    found = how.decode(list(kinds.values()), "x").astype(int)
+    for name, pixels in zip(kinds, found, strict=True):
+        difference = np.abs(pixels - wanted[name])
+        # Two decoders of JPEG round differently; resizing rounds once more.
+        most, mean = (8, 1.0) if name.startswith("jpeg") else (2, 0.3)
+        assert difference.max() <= most, (name, difference.max())
+        assert difference.mean() <= mean, (name, difference.mean())
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_every_exif_orientation_is_turned_upright_without_pillow(monkeypatch, kind):
+    pixels, how = picture(0, 40, 56), Image(48, 48, dtype="uint8", channels_last=True)
+    blobs = []
+    for orientation in range(1, 10):
+        exif = PIL.Image.Exif()
+        exif[0x0112] = orientation
+        blobs.append(stored(pixels, kind, exif=exif, **({"quality": 95} if kind == "jpeg" else {})))
+    wanted = [np.asarray(how._resized(blob, 48)).astype(int) for blob in blobs]
+    assert not np.array_equal(wanted[0], wanted[5])
+    monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
+    for orientation, (one, other) in enumerate(zip(how.decode(blobs, "x").astype(int), wanted, strict=True), 1):
+        assert np.abs(one - other).mean() < 1.0, orientation
+
+
+def test_rare_kinds_are_pillows_and_give_what_it_gives():
+    pixels = picture(0, 60, 90)
+    adobe = io.BytesIO()
+    PIL.Image.fromarray(pixels).convert("CMYK").save(adobe, "jpeg", quality=95)
+    large = picture(1, 400, 600)
+    xmp = b'<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    animation = io.BytesIO()
+    first, second = (PIL.Image.fromarray(picture(seed, 60, 90)) for seed in (0, 1))
+    first.save(animation, "png", save_all=True, append_images=[second])
+    how = Image(40, 50, dtype="uint8", channels_last=True)
+    rare = {
+        "Adobe": adobe.getvalue(),
+        "a part of its size": stored(large, "jpeg"),
+        "XMP": stored(pixels, "jpeg", xmp=xmp),
+        "an animation": animation.getvalue(),
+        "neither a PNG nor a JPEG": stored(pixels, "bmp"),
+    }
+    _, left = how._native(list(rare.values()))
+    for (row, reason), (number, told) in zip(left, enumerate(rare), strict=True):
+        assert row == number
+        assert told in reason
+    found = how.decode(list(rare.values()), "x")
+    for name, blob, image in zip(rare, rare.values(), found, strict=True):
+        assert image.tolist() == np.asarray(how._resized(blob, 50)).tolist(), name
+    assert np.abs(found[0].astype(int) - found[3]).mean() < 8.0
+    clear = how.decode([stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)]))], "x")[0]
+    assert np.abs(clear.astype(int) - found[3]).max() <= 2, "alpha is left out, not blended"
+    seen = Image(60, 90, mode="RGBA", dtype="uint8", channels_last=True)
+    assert set(one(seen, stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)])))[..., 3].flat) == {7}
+
+
+def test_an_image_of_each_decoder_is_scaled_alike():
+    pixels = picture(0)
+    for channels_last in (False, True):
+        how = Image(24, 32, mean=[0.5, 0.4, 0.3], std=[0.2, 0.3, 0.1], channels_last=channels_last)
+        found = how.decode([stored(pixels), stored(pixels, "bmp")], "x")
+        assert found.dtype == np.float32
+        assert found.flags.writeable
+        assert found[0].tolist() == found[1].tolist()
+    assert Image(24, 32).decode([], "x").shape == (0, 3, 24, 32)
+
+
+def test_other_threads_run_while_images_are_decoded():
+    blobs, how, call = [stored(picture(0, 600, 800), "jpeg")] * 100, Image(400), []
+
+    def decode():
+        begun = time.perf_counter()
+        how.decode(blobs, "x")
+        call.extend((begun, time.perf_counter()))
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    ticks = []
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    thread.join()
+    begun, ended = call
+    during = [tick for tick in ticks if begun < tick < ended]
+    assert len(during) > 20, (len(during), ended - begun)
+
+
+def test_files_that_are_cut_or_too_large_are_errors_that_name_column_and_row(monkeypatch):
+    pixels = picture(0, 60, 90)
+    how = Image(16)
+    for kind, options in (("png", {}), ("jpeg", {}), ("jpeg", {"progressive": True})):
+        whole = stored(pixels, kind, **options)
+        for length in range(20, len(whole) - 30, len(whole) // 19):
+            with pytest.raises(ValueError, match="column 'x', row 1 of a batch: cannot decode the image: "):
+                how.decode([whole, whole[:length]], "x")
+    huge = chunked(60_000, 60_000, 8, 2, [])
+    with pytest.raises(
+        ValueError, match=r"column 'x', row 0 of a batch: cannot decode the image: Image size \(36000000"
+    ):
+        one(how, huge)
+    real = builtins.__import__
+    monkeypatch.setattr(
+        builtins, "__import__",
+        lambda name, *args, **more: (_ for _ in ()).throw(ImportError(name)) if name.startswith("PIL")
+        else real(name, *args, **more),
+    )  # fmt: skip
+    assert one(how, stored(pixels)).shape == (3, 16, 16)
+    with pytest.raises(ImportError, match=r"\(column 'x', row 0 of a batch: it has 60000 x 60000 pixels, more than"):
+        one(how, huge)
 
 
 def test_gray_images_of_sixteen_bits_keep_their_high_byte():
@@ -230,7 +390,8 @@ def test_an_invalid_argument_names_the_column_the_row_or_the_option(monkeypatch)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"decoding images needs Pillow: pip install 'farandole\[images\]'"):
+    told = r"decoding images needs Pillow: pip install 'farandole\[images\]' .*row 0 .*: it is neither a PNG nor a JPEG"
+    with pytest.raises(ImportError, match=told):
         one(Image(8), b"")
     with pytest.raises(ImportError, match=r"decoding sounds needs soundfile: pip install 'farandole\[audio\]'"):
         one(Audio(8, 8000), b"")

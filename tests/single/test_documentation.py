@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -176,3 +178,61 @@ def test_no_page_installs_farandole_from_an_index_which_has_no_release():
     named = {(page, line) for page, line in lines if re.search(r"(?<![\w/])farandole", line)}
     assert lines
     assert named - installed == set()
+
+
+def test_the_map_has_a_drawing_of_every_crate_and_package_and_its_modules_exist():
+    page = (DOCS / "developer-guide/map.md").read_text()
+    crates, packages = page.split("## Python packages")
+    drawn = re.findall(r"^```\{crate\} (\S+)$", crates, re.MULTILINE)
+    wanted = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("crates/*/Cargo.toml")} | {"python"}
+    assert sorted(drawn) == sorted(wanted)
+    for crate in drawn:
+        source = next(file for name in ("lib", "main") if (file := ROOT / crate / f"src/{name}.rs").is_file())
+        assert re.search(r"^//! ```text$", source.read_text(), re.MULTILINE), crate
+    package = ROOT / "python/farandole"
+    titles = re.findall(r"^### farandole\.(\S+)\n\n[^`#\n].*?\n\n```text\n", packages, re.MULTILINE | re.DOTALL)
+    assert {title for title in titles if "." not in title} == {
+        folder.parent.name for folder in package.glob("[!_]*/__init__.py")
+    }
+    names = re.findall(
+        r"(?<![\w.])_?[a-z]+(?:\._?[a-z]\w*)+", " ".join(re.findall(r"```text\n.*?```", packages, re.DOTALL))
+    )
+    modules = [name for name in names if (package / name.split(".")[0]).is_dir() and name not in CALLS]
+    missing = [
+        name
+        for name in modules
+        if not any((package / name.replace(".", "/")).with_suffix(end).exists() for end in ("", ".py", ".pyi"))
+    ]
+    assert len(modules) > 80
+    assert missing == []
+
+
+CALLS = {"spark.run"}
+"""Names in the drawings that are functions."""
+
+
+def test_external_links_are_https_and_have_a_host():
+    # `make links` opens them, where there is a network.
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    found = {
+        (page.name, link)
+        for page in pages
+        for match in re.finditer(r"\]\((\w+:[^)]*)\)|<(https?:[^>]*)>", page.read_text())
+        if (link := match[1] or match[2])
+    }
+    wrong = {
+        (page, link)
+        for page, link in found
+        if urlsplit(link).scheme != "https"
+        or "." not in (urlsplit(link).hostname or "")
+        or re.search(r"[\s.,;]$", link)
+    }
+    assert found
+    assert wrong == set()
+
+
+def test_the_menu_of_versions_has_this_version():
+    versions = json.loads((DOCS / "switcher.json").read_text())
+    (release,) = re.findall('^__version__ = "(.+)"', (ROOT / "python/farandole/__init__.py").read_text(), re.MULTILINE)
+    assert release in {one["version"] for one in versions}
+    assert [one["url"] for one in versions if one.get("preferred")] == ["/"]

@@ -2,10 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`import farandole`: its time, and modules that it must not load."""
 
+import ast
 import importlib.util
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,33 @@ def test_exceptions_survive_pickling(name):
 
 def test_horovods_name_is_the_same_exception():
     assert exceptions.HorovodInternalError is farandole.FarandoleInternalError
+
+
+def imported(module: str, is_package: bool, tree: ast.Module) -> list[str]:
+    """Returns the full names that a module imports, also in functions and for type checks."""
+    parent = module.split(".") if is_package else module.split(".")[:-1]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = parent[: len(parent) - node.level + 1] if node.level else []
+            found += [".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names]
+    return found
+
+
+def test_no_package_imports_a_name_with_an_underscore_from_another_package():
+    root = Path(__file__).parents[2] / "python"
+    wrong, names = [], 0
+    for file in sorted((root / "farandole").rglob("*.py")):
+        path = file.relative_to(root).with_suffix("").parts
+        is_package = path[-1] == "__init__"
+        module = ".".join(path[:-1] if is_package else path)
+        for name in imported(module, is_package, ast.parse(file.read_text())):
+            parts = name.split(".")
+            names += parts[0] == "farandole"
+            hidden = [part for part in parts[2:] if part.startswith("_") and not part.startswith("__")]
+            if parts[0] == "farandole" and hidden and parts[1] not in {"_native", "_keras", path[1]}:
+                wrong.append(f"{module} imports {name}")
+    assert names > 1000
+    assert wrong == []

@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from typing import Any
 
 import pytest
 from tests.single.training import estimator, line, linear, write
@@ -203,6 +205,33 @@ def test_a_lease_that_an_earlier_training_of_this_process_could_not_delete_is_ta
     second.check()
     second.end()
     assert list((tmp_path / "runs/r").glob("_lease-*")) == []
+
+
+def test_a_lease_that_another_thread_takes_just_now_is_not_deleted(tmp_path, monkeypatch):
+    url = (tmp_path / "runs/r").as_uri()
+    refusals: list[str] = []
+
+    def take() -> None:
+        with pytest.raises(RunInUseError) as refused:
+            tenure.Tenure(url, "r").begin()
+        refusals.append(str(refused.value))
+
+    other = threading.Thread(target=take)
+
+    def register(*arguments: Any) -> marks.Mark:
+        if not other.ident:  # the file is there, and this process does not yet know it as its own
+            other.start()
+            other.join(1.0)
+        return marks.Mark(*arguments)
+
+    monkeypatch.setattr(tenure, "Mark", register)
+    first = tenure.Tenure(url, "r")
+    first.begin()
+    other.join(30.0)
+    assert not other.is_alive()
+    assert ["another training of this process has it" in one for one in refusals] == [True]
+    first.check()
+    first.end()
 
 
 def test_a_holder_on_this_host_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):

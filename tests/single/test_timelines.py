@@ -37,9 +37,9 @@ def test_each_job_begins_its_own_timeline(tmp_path):
     assert timelines.variables() == {}
 
 
-def timeline(rank, start, world=1):
+def timeline(rank, start, world=1, size=2):
     """The only piece of a rank's timeline of one operation."""
-    args = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": start, "rank": rank, "host": "a", "size": 2}
+    args = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": start, "rank": rank, "host": "a", "size": size}
     title = {"name": "process_name", "ph": "M", "pid": 0, "args": args | {"generation": world}}
     track = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"started at {start}"}}
     span = [{"name": "ALLREDUCE", "ph": "B", "ts": 5, "pid": 1}, {"ph": "E", "ts": 9, "pid": 1}]
@@ -87,3 +87,15 @@ def test_two_files_of_one_rank_are_both_named(tmp_path):
         (tmp_path / f"{name}.json").write_bytes(timeline(1, 1_000).split(b"\n", 1)[1])
     with pytest.raises(OSError, match=r"other\.json.* it is of rank 1, as is .*one\.json"):
         ui.merge_timelines([tmp_path], tmp_path / "trace")
+
+
+def test_a_thousand_ranks_are_in_one_file(tmp_path):
+    path = tmp_path / "trace.json"
+    with timelines.gathered(path) as gathering:
+        timelines.variables()
+        for rank in range(1000):
+            timelines.take(rank, timeline(rank, 1_000 + rank, size=1000))
+    assert [row["rank"] for row in gathering.summary["ranks"]] == list(range(1000))
+    assert gathering.summary.get("incomplete", []) == []
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} >= set(range(1000))

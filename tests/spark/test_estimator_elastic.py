@@ -101,6 +101,33 @@ estimator = TorchEstimator(
     loss=torch.nn.CrossEntropyLoss(), callbacks=[Watch()], **known
 )
 """
+LIGHTNING = (
+    TORCH[: TORCH.index("class Watch")]
+    + """
+import lightning
+from farandole.spark.lightning import LightningEstimator
+
+class Digits(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, images):
+        return self.inner(images)
+
+    def training_step(self, batch, _index):
+        return torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+class Watch(lightning.Callback):
+    def on_train_batch_end(self, trainer, _module, _outputs, _batch, _index):
+        watched(trainer.global_rank, trainer.world_size, trainer.current_epoch)
+
+estimator = LightningEstimator(model=Digits(), callbacks=[Watch()], **known)
+"""
+)
 KERAS = """
 import keras
 from farandole.spark.keras import KerasEstimator
@@ -145,7 +172,7 @@ def fit(directory: Path, estimator: str, *, disturbed: bool) -> tuple[float, str
     return accuracy, done.stderr
 
 
-@pytest.mark.parametrize("estimator", [TORCH, KERAS], ids=["torch", "keras"])
+@pytest.mark.parametrize("estimator", [TORCH, KERAS, LIGHTNING], ids=["torch", "keras", "lightning"])
 def test_half_of_the_executors_are_killed_in_the_middle_of_a_fit(tmp_path: Path, estimator: str) -> None:
     accuracy, told = fit(tmp_path, estimator, disturbed=True)
     sizes = [line.split()[-2] for line in told.splitlines() if "farandole: world" in line]
@@ -153,7 +180,7 @@ def test_half_of_the_executors_are_killed_in_the_middle_of_a_fit(tmp_path: Path,
     assert "2" in sizes, told
     assert "starting again" not in told
     assert accuracy > GOOD - 0.03
-    if estimator is TORCH:  # the other would take as long again
+    if estimator is TORCH:  # the others would take as long again
         undisturbed, _ = fit(tmp_path, estimator, disturbed=False)
         assert undisturbed > GOOD
         assert accuracy > undisturbed - 0.03

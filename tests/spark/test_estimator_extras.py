@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -154,7 +155,15 @@ def test_mlflow_has_the_signature_of_a_model_of_keras(data, mlflow):
 def test_tensorboard_itself_reads_the_scalars_of_a_run(data):
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     backend = LocalBackend(1, verbose=0)  # which reports
-    fitted = fit(data, linear(), epochs=3, run_id="r", tensorboard=True, batch_size=1, backend=backend)
+
+    def slowly(row):  # a fit shorter than 0.2 s reports no step
+        time.sleep(0.005)
+        return row
+
+    fitted = fit(
+        data, linear(), epochs=3, run_id="r", tensorboard=True, batch_size=1, backend=backend,
+        transformation_fn=slowly,
+    )  # fmt: skip
     logs = data / "runs" / "r" / "logs"
     assert board.EventAccumulator(str(logs / "steps")).Reload().Tensors("step/loss")
     found = board.EventAccumulator(str(logs))

@@ -414,6 +414,11 @@ def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloadin
         for epoch in range(2):
             expect(losses).to_have_count(epoch + 1)
             expect(page.locator("#facts .running")).to_have_count(1)
+            if epoch == 0:
+                page.focus("#facts a[href*=stage]")
+                page.evaluate("window.held = document.activeElement")
+            else:
+                assert page.evaluate("document.activeElement === window.held"), "an update keeps the focus"
             (tmp_path / f"seen-{epoch}").touch()
         ranks = page.locator("#ranks tr:has(td)")
         expect(ranks.locator("td:nth-child(2)")).to_have_text(["ended", "ended"])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -230,6 +231,15 @@ def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, 
     }
 
 
+def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door, word):
+    removed = {"kind": "removed", "executor": "2", "reason": "Command exited with code 137"}
+    later = threading.Timer(0.2, door.told.append, [removed])
+    later.start()
+    word.explain(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
+    later.join()
+    assert door.row("event/000001")["what"] == "Spark has removed executor 2"
+
+
 @pytest.mark.parametrize("error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")])
 def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
     before = str(error)
@@ -273,13 +283,16 @@ def test_a_meter_says_where_the_time_of_steps_goes():
         passes(0.3)
         with meter.reducing():
             passes(0.2)
+        if not meter.knows_gradients:
+            meter.reduces(6, 2400)
         meter.batch_ends(10)
     meter.tell()
     measured = [{name: round(value, 6) for name, value in one.items()} for one in said]
+    reduced = {"reduced_tensors": 6, "reduced_bytes": 2400}
     # The first step comes more than two seconds after the meter was made.
     assert measured == [
-        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 10},
-        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, "rows": 40},
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, **reduced, "rows": 10},
+        {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, **reduced, "rows": 40},
     ]
     for sees_data, names in ((True, {"step_seconds", "data_seconds"}), (False, {"step_seconds"})):
         meter = Meter(True, said.append, lambda: now[0], sees_data=sees_data)

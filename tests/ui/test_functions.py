@@ -136,6 +136,17 @@ def test_a_timeline_opens_in_perfetto_and_is_downloaded(page, shown, tmp_path):
     assert download.value.suggested_filename == "timeline.json"
 
 
+def test_without_perfetto_the_page_says_to_download_the_timeline(page, errors, shown, tmp_path):
+    (write_run(tmp_path, "traced") / "timeline.json").write_text("{}")
+    page.context.route("https://ui.perfetto.dev/**", lambda route: route.abort())
+    page.clock.install()
+    ready(page, f"{shown()}#/run/0%2Ftraced")
+    page.click("text=Open in Perfetto")
+    page.clock.fast_forward(11_000)
+    page.wait_for_selector("#problem:has-text('Perfetto does not answer')")
+    errors.clear()  # the browser's own, about the page that it cannot load
+
+
 def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path):
     gib = 2**30
     load = {"cpu": 0.42, "memory": 3 * gib, "memory_total": 8 * gib, "process_memory": gib, "gpu": 0.9,

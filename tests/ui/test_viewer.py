@@ -57,6 +57,8 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
     assert "rank 1 on b was lost" in page.locator("main").inner_text()
     assert "0123456789abcdef" in page.locator("[data-section=Code]").inner_text()
     assert page.locator("tr.slow td").all_inner_texts()[:2] == ["2", "c"]
+    cells = page.locator("[data-section=Ranks] tbody tr").first.locator("td").all_inner_texts()
+    assert cells[5:9] == ["200.0 ms", "80.0 ms (40 %)", "10 %", "50 %"], "step, computes, waits for data, reduces"
     assert "restart" in page.locator("[data-section=Events]").inner_text()
     page.goto(f"{link}#/run/0%2Ffirst")
     page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
@@ -134,6 +136,49 @@ def test_a_live_run_grows_without_reloading(page, shown, tmp_path):
     page.wait_for_selector('figure[data-chart=loss][data-points="8"]', timeout=10_000)
     assert page.locator("figure[data-chart=loss] canvas").screenshot() != before
     assert page.evaluate("window.same")
+
+
+def test_a_refresh_keeps_the_focus_the_scrolled_places_and_an_opened_file(page, shown, tmp_path):
+    def write(pid: int, *events: dict[str, object]) -> Path:
+        ranks = [{"rank": rank, "host": "a-long-name-of-a-host" * 3, "pid": pid} for rank in range(2)]
+        return write_run(tmp_path, "live", state="running", ended=None, ranks=ranks, events=list(events))
+
+    directory = write(10)
+    (directory / "timeline.json").write_text("{}")
+    (directory / "out.txt").write_text("".join(f"line {number}\n" for number in range(500)))
+    page.set_viewport_size({"width": 390, "height": 700})
+    ready(page, f"{shown()}#/run/0%2Flive")
+    page.click("[data-section=Files] button:has-text('out.txt')")
+    page.wait_for_selector("pre:has-text('line 499')")
+    places = "['[data-section=Ranks] .wide', '[data-section=Files] pre'].map((one) => document.querySelector(one))"
+    page.evaluate(f"{places}.forEach((one) => one.scrollTo(40, 100))")
+    scrolled = page.evaluate(f"{places}.map((one) => [one.scrollLeft, one.scrollTop])")
+    assert scrolled[0][0] > 0
+    page.focus("[data-section=Timeline] a")
+    page.evaluate("window.held = document.activeElement")
+    write(11, {"time": 1, "what": "restart", "reason": "a section above the files is new"})
+    (directory / "another.txt").write_text("a file above the opened one is new")
+    page.wait_for_selector("[data-section=Ranks] td:text-is('11')")
+    page.wait_for_selector("[data-section=Events]")
+    page.wait_for_selector("[data-section=Files] button:has-text('another.txt')")
+    assert page.evaluate(f"{places}.map((one) => [one.scrollLeft, one.scrollTop])") == scrolled
+    assert page.evaluate("document.activeElement === window.held")
+    assert "line 499" in page.locator("[data-section=Files] pre").inner_text()
+    page.click("[data-section=Files] button:has-text('another.txt')")
+    page.wait_for_selector("pre:has-text('a file above')")
+
+
+def test_a_click_that_lasts_over_a_refresh_opens_the_run(page, shown, tmp_path):
+    write_run(tmp_path, "live", state="running", ended=None)
+    ready(page, shown())
+    box = page.locator("#rows a").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    page.mouse.down()
+    write_run(tmp_path, "live", state="running", ended=None, done=7)
+    page.wait_for_selector("#rows td:text-is('7/20')")
+    page.mouse.up()
+    page.wait_for_selector("h1:text-is('live')")
 
 
 def test_zoom_smoothing_and_files_of_a_run(page, shown, tmp_path):
@@ -318,6 +363,13 @@ def test_the_command_explains_recorded_runs(tmp_path):
     told = subprocess.run([*program, str(directory)], capture_output=True, text=True, timeout=60, check=True).stdout
     page = (Path(__file__).parents[2] / "docs/user-guide/runs.md").read_text()
     assert f"$ farandole explain /data/farandole/runs/mine\n{told}```" in page
+    live = write_run(
+        tmp_path, "live", ranks=ranks, parameters={"train_reader_num_workers": 2}, state="running", ended=None
+    )
+    while_it_trains = subprocess.run(
+        [*program, str(live)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert while_it_trains == told
     failed = write_run(tmp_path, "failed", what="run", state="failed", reason="rank 1 on b was ended by signal SIGKILL")
     (failed / "output/rank.1").mkdir(parents=True)
     (failed / "output/rank.1/stderr").write_text("the last words")

@@ -11,6 +11,11 @@
 //! It has no logic: it reads arguments, calls the facade and prints. It is linked into the Python extension, which
 //! passes an interpreter through [`Surroundings`]; there is no second binary.
 //!
+//! ```text
+//! arguments ── clap ──> run, bench, doctor, store, explain, simulate, timeline, agent ──> facade (Rust)
+//!                 └───> demo, data ──> Surroundings ──> Python package
+//! ```
+//!
 //! Invariants:
 //! - `CL-1`: the exit status of `run` is that of the worker that failed first (128 + n for signal n), else 0.
 //! - `CL-2`: every knob with a flag is a flag of `run`; given flags reach the workers as variables.

@@ -6,6 +6,13 @@
 //! Owns the reading of the environment; reading it anywhere else is a lint error. The crate that uses a value decides
 //! what it means. `docs/reference/configuration.md` is generated from [`KNOBS`].
 //!
+//! ```text
+//! argument ──────────┐
+//! FARANDOLE_X ───────┤
+//! HOROVOD_X ─────────┼─> KNOBS: name, alias, flag, type ── parse ──> Config: the value of each knob, or an error
+//! default of a knob ─┘      └─> docs/reference/configuration.md, flags of `farandole run`
+//! ```
+//!
 //! Invariants:
 //! - `C-1`: `FARANDOLE_X` has priority over `HOROVOD_X`, and an argument over both.
 //! - `C-2`: a value that does not parse is an error naming the variable and the value, never a silent default.

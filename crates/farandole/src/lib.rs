@@ -2,12 +2,19 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The facade for bindings: re-exports, with one module for each crate. It has no logic and no types.
+//!
+//! ```text
+//! python ──┐
+//! cli ─────┼─> farandole ──> session, launcher, engine, ... : each crate under its own name
+//! ffi ─────┘
+//! ```
 
 pub use farandole_collectives as collectives;
 pub use farandole_config as config;
 pub use farandole_cuda as cuda;
 pub use farandole_dataset as dataset;
 pub use farandole_engine as engine;
+pub use farandole_images as images;
 pub use farandole_launcher as launcher;
 pub use farandole_prepare as prepare;
 pub use farandole_reader as reader;

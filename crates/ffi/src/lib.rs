@@ -5,6 +5,11 @@
 //!
 //! Owns the translation and the numbering of unnamed operations. The framework decides names, order, and the reaction to
 //! errors.
+//!
+//! ```text
+//! C caller ── request ──> table ── request, names ──> Engine::submit_with
+//! C caller <── outcome, message ── completion <────── callback of the engine
+//! ```
 
 #![deny(unsafe_code)]
 

@@ -47,7 +47,7 @@ impl Draft {
     /// Copies rows; returns the batch with the last ones.
     ///
     /// # Errors
-    /// Lists that cannot be padded.
+    /// Memory for padded lists that cannot be had.
     pub(crate) fn copy(
         &mut self,
         (fields, selected): (&Arc<[Field]>, &[Selected]),
@@ -86,7 +86,7 @@ impl Draft {
             let finish = |(texts, column): (Option<Texts>, &Selected)| {
                 let padding = column.padding.as_deref();
                 let gathered = texts.map(|texts| texts.finish(padding, pool)).transpose();
-                gathered.map_err(|misfit| misfit.of(&column.field.name, padding))
+                gathered.map_err(|lack| lack.of(&column.field.name))
             };
             batch.texts = texts.into_iter().zip(selected).map(finish).collect::<Result<_>>()?;
             Ok(Some(batch))

@@ -15,7 +15,7 @@ use parquet::file::metadata::RowGroupMetaData;
 
 use crate::column::Field;
 use crate::error::{Error, Result};
-use crate::footer;
+use crate::footer::{self, Footer};
 use crate::hive;
 use crate::intact::Intact;
 use crate::pages::{Lost, Spots, find};
@@ -37,7 +37,7 @@ pub struct Dataset {
     lanes: Lanes,
     prepared: bool,
     unreadable: Vec<(String, String)>,
-    footers: Vec<OnceLock<Arc<ArrowReaderMetadata>>>,
+    footers: Vec<OnceLock<Arc<Footer>>>,
     intact: Intact,
     pages: Mutex<HashMap<(usize, usize, usize), Arc<Spots>>>,
     /// Held while something about a file is looked up, so that it is fetched once.
@@ -180,7 +180,8 @@ impl Dataset {
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
             .collect();
         let manifest = Manifest::derived(columns.into_iter().map(|(column, _)| column).collect(), files)?;
-        let footers = footers.into_iter().map(|footer| OnceLock::from(Arc::new(footer))).collect();
+        let footers =
+            footers.into_iter().map(|footer| OnceLock::from(Arc::new(Footer::new(footer)))).collect();
         let (lanes, intact) = (Lanes::new(&manifest), Intact::default());
         Ok(Self {
             store,
@@ -304,7 +305,7 @@ impl Dataset {
         Ok((found < claimed / OVERSTATED).then_some(overstated))
     }
 
-    pub(crate) fn footer(&self, file: usize) -> Result<Arc<ArrowReaderMetadata>> {
+    pub(crate) fn footer(&self, file: usize) -> Result<Arc<Footer>> {
         let (Some(cell), Some(data)) = (self.footers.get(file), self.manifest.files.get(file)) else {
             return Err(Error::Ended);
         };
@@ -315,7 +316,7 @@ impl Dataset {
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }
-        let footer = Arc::new(footer::load(&self.store, &data.path, data.bytes)?);
+        let footer = Arc::new(Footer::new(footer::load(&self.store, &data.path, data.bytes)?));
         Ok(Arc::clone(cell.get_or_init(|| footer)))
     }
 }

@@ -17,7 +17,7 @@ use crate::column::{Field, Selected};
 use crate::dataset::Dataset;
 use crate::error::{Error, Result};
 use crate::fill::{filled, numbers};
-use crate::footer::{Fetched, chunk_range};
+use crate::footer::{Fetched, Footer, chunk_range};
 use crate::hive;
 use crate::library::{self, Source};
 use crate::origin::Origin;
@@ -40,7 +40,7 @@ enum Way {
 /// The parts of the decoding of a part: the places of its columns, and the bytes that they need.
 pub(crate) struct Recipe {
     file: String,
-    footer: Arc<ArrowReaderMetadata>,
+    footer: Arc<Footer>,
     ways: Vec<Way>,
     /// Bytes of each column, in the order of the columns.
     ranges: Vec<Vec<Range<u64>>>,
@@ -226,11 +226,11 @@ impl Recipe {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let origin = Origin { file: &self.file, group: part.group, column: &selected.field.name };
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
-        match self.ways.get(index) {
+        let stored = match self.ways.get(index) {
             Some(Way::Value(value)) => {
                 let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
                 let values = BinaryViewArray::from_iter_values(std::iter::repeat_n(value, rows));
-                Ok(texts::Stored::new(values, 0))
+                texts::Stored::new(values, 0)
             }
             Some(Way::Library { leaf }) => {
                 let bytes = match fetched {
@@ -238,13 +238,16 @@ impl Recipe {
                     None => Fetched::new(dataset.store(), &data.path, own, data.bytes)?,
                 };
                 check(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
-                library::read_texts(self.source(bytes, *leaf, part, &origin))
+                library::read_texts(self.source(bytes, *leaf, part, &origin))?
             }
             Some(Way::Nothing) => {
-                Err(origin.nulls(usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX)))
+                let rows = part.rows.end - part.rows.start;
+                return Err(origin.nulls(usize::try_from(rows).unwrap_or(usize::MAX)));
             }
-            Some(Way::Pages { .. }) | None => Err(Error::Ended),
-        }
+            Some(Way::Pages { .. }) | None => return Err(Error::Ended),
+        };
+        let torn = selected.padding.as_ref().and_then(|padding| padding.torn(stored.values.lengths()));
+        torn.map_or(Ok(stored), |(bytes, width)| Err(origin.torn(bytes, width)))
     }
 }
 

@@ -90,8 +90,9 @@ impl Epoch {
         let cost: Vec<(u64, u64)> = setup.plan.parts().iter().map(|part| setup.cost(part)).collect();
         let rows = setup.plan.step(0).rows;
         let batch = (Batch::bytes_of(&fields, rows) as u64).saturating_add(setup.texts_of(rows as u64));
-        let padded = setup.padded_of(rows);
-        let share = Share::new(&setup, &cost, batch, padded).map_err(|error| setup.refused(error))?;
+        let (least, most) = setup.padded_of(rows);
+        let share = Share::new(&setup, &cost, batch.saturating_add(least), most.saturating_sub(least))
+            .map_err(|error| setup.refused(error))?;
         setup.pool.set_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state = Mutex::new(State::new(&setup.plan, cost, share.blocks, share.ahead, apart));
@@ -235,10 +236,12 @@ impl Setup {
         self.texts((bytes, self.dataset.manifest().rows), rows)
     }
 
-    /// Bytes of so many padded rows, if the longest is among them.
-    fn padded_of(&self, rows: usize) -> u64 {
+    /// Bytes of so many padded rows: of any, and if the longest is among them.
+    fn padded_of(&self, rows: usize) -> (u64, u64) {
         let padded = self.selected.iter().filter_map(|column| column.padding.as_ref());
-        padded.map(|padding| padding.bytes_of(rows) as u64).fold(0, u64::saturating_add)
+        padded.map(|padding| padding.bytes_of(rows)).fold((0, 0), |(least, most), (short, long)| {
+            (least.saturating_add(short as u64), most.saturating_add(long as u64))
+        })
     }
 
     fn texts(&self, (bytes, of): (u64, u64), rows: u64) -> u64 {
@@ -260,8 +263,8 @@ struct Share {
 }
 
 impl Share {
-    /// Returns the share for batches that take `batch` bytes, and up to `padded` more if their rows are padded: that
-    /// decides how many are ready at a time, not whether the budget is large enough, because most batches take less.
+    /// Returns the share for batches that take `batch` bytes, and up to `padded` more if a row is long: that decides how
+    /// many are ready at a time, not whether the budget is large enough, because most batches take less.
     fn new(setup: &Setup, cost: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);

@@ -231,7 +231,10 @@ pub enum Error {
         budget: u64,
     },
     /// A row of a ragged column that is no list.
-    #[error("column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes")]
+    #[error(
+        "column {column} has a row of {bytes} bytes, which are no whole values of {width} bytes, in row group {group} of \
+         {file}"
+    )]
     Torn {
         /// The column.
         column: String,
@@ -239,6 +242,10 @@ pub enum Error {
         bytes: usize,
         /// Bytes of a value.
         width: usize,
+        /// The row group.
+        group: usize,
+        /// The file.
+        file: String,
     },
     /// Memory for padded rows that cannot be had.
     #[error("there is no memory for the padded rows of column {column}: {bytes} bytes in a batch")]

@@ -4,9 +4,11 @@
 //! Footers, and column chunks fetched ahead of their decoding.
 
 use std::any::Any;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock};
 
+use arrow::datatypes::{DataType, Field, Fields, Schema};
 use bytes::{Buf, Bytes, buf::Reader as BytesReader};
 use farandole_store::Store;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions};
@@ -21,6 +23,58 @@ const TAIL: u64 = 64 << 10;
 
 /// Values and bytes that a byte of a file can stand for, at most: a page has a header, and its numbers have 31 bits.
 const MOST_OF_BYTE: i64 = i32::MAX as i64;
+
+/// The footer of a file, and its two schemas. The second is made once, because it takes time for every column of the file.
+#[derive(Debug)]
+pub(crate) struct Footer {
+    read: ArrowReaderMetadata,
+    views: OnceLock<Result<ArrowReaderMetadata, String>>,
+}
+
+impl Deref for Footer {
+    type Target = ArrowReaderMetadata;
+
+    fn deref(&self) -> &ArrowReaderMetadata {
+        &self.read
+    }
+}
+
+impl Footer {
+    /// A footer as it was read.
+    pub(crate) fn new(read: ArrowReaderMetadata) -> Self {
+        Self { read, views: OnceLock::new() }
+    }
+
+    /// Returns the footer with a schema by which the library leaves texts and bytes of any length in their pages.
+    ///
+    /// # Errors
+    /// A column that the library does not read so.
+    pub(crate) fn views(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+        let made = self.views.get_or_init(|| self.with_views().map_err(|error| error.to_string()));
+        made.clone().map_err(ParquetError::General)
+    }
+
+    fn with_views(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+        let schema = self.read.schema();
+        let view = |field: &Arc<Field>| match view_of(field.data_type()) {
+            Some(kind) => Arc::new(field.as_ref().clone().with_data_type(kind)),
+            None => Arc::clone(field),
+        };
+        let fields: Fields = schema.fields().iter().map(view).collect();
+        let schema = Schema::new_with_metadata(fields, schema.metadata().clone());
+        let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
+        ArrowReaderMetadata::try_new(Arc::clone(self.read.metadata()), options)
+    }
+}
+
+/// The type of views on values; `None` for values that are no texts or bytes of any length.
+pub(crate) fn view_of(kind: &DataType) -> Option<DataType> {
+    match kind {
+        DataType::Utf8 => Some(DataType::Utf8View),
+        DataType::Binary => Some(DataType::BinaryView),
+        _ => None,
+    }
+}
 
 /// Reads the footer of a file of `bytes` bytes.
 pub(crate) fn load(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {

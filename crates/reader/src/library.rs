@@ -3,17 +3,13 @@
 
 //! Whole chunks decoded by the Parquet library: types and encodings that are rare.
 
-use std::sync::Arc;
-
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
-use arrow::datatypes::{DataType, Fields, Schema};
+use arrow::datatypes::DataType;
 use farandole_dataset::{Element, Part};
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{
-    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder,
-};
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
@@ -21,7 +17,7 @@ use parquet::file::metadata::ColumnChunkMetaData;
 use crate::column::Selected;
 use crate::error::{Error, Result};
 use crate::fill::filled;
-use crate::footer::{Fetched, chunk_range};
+use crate::footer::{Fetched, Footer, chunk_range, view_of};
 use crate::lists::read_list;
 use crate::origin::Origin;
 use crate::pages::{Claims, claims};
@@ -38,7 +34,7 @@ const LENGTH: usize = 4;
 
 /// A column chunk for the library, and what it may cost.
 pub(crate) struct Source<'a> {
-    pub(crate) footer: &'a ArrowReaderMetadata,
+    pub(crate) footer: &'a Footer,
     pub(crate) fetched: Fetched,
     pub(crate) leaf: usize,
     pub(crate) part: &'a Part,
@@ -61,7 +57,7 @@ pub(crate) fn read(source: Source<'_>, selected: &Selected) -> Result<Buffer> {
     }
     let origin = source.origin;
     source.check()?;
-    let footer = source.footer.clone();
+    let footer = ArrowReaderMetadata::clone(source.footer);
     let batch = read_flat(source, footer, ROWS, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     values(array, selected, origin)
@@ -76,7 +72,8 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
     let (most, claims) = (source.most, source.check()?);
     let room = most.saturating_mul(TEXTS.1).max(TEXTS.0);
     let is_stored = source.compression() == Some(Compression::UNCOMPRESSED);
-    let stored = if is_stored { source.fetched.bytes() } else { 0 };
+    // Views of values that are not compressed keep all fetched bytes in memory.
+    let stored = if is_stored || claims.open { source.fetched.bytes() } else { 0 };
     let dictionary = if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
     let footer = source.views();
     if footer.is_some() && claims.entries > dictionary / LENGTH {
@@ -90,9 +87,10 @@ pub(crate) fn read_texts(source: Source<'_>) -> Result<Stored> {
             let footer = footer.map_err(|error| origin.parquet(error))?;
             (read_flat(source, footer, ROWS, usize::MAX)?, stored)
         }
-        // Every row may be all of the dictionary.
+        // Every row may be all of the dictionary, or of a page.
         _ => {
-            let (footer, once) = (source.footer.clone(), most / claims.dictionary.max(1));
+            let footer = ArrowReaderMetadata::clone(source.footer);
+            let once = most / claims.dictionary.max(claims.longest).max(1);
             (read_flat(source, footer, once.clamp(1, ROWS), room)?, 0)
         }
     };
@@ -129,18 +127,8 @@ impl Source<'_> {
     /// or bytes of any length.
     fn views(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
         let root = self.footer.parquet_schema().get_column_root_idx(self.leaf);
-        let schema = self.footer.schema();
-        let kind = match schema.fields().get(root)?.data_type() {
-            DataType::Utf8 => DataType::Utf8View,
-            DataType::Binary => DataType::BinaryView,
-            _ => return None,
-        };
-        let mut fields = schema.fields().to_vec();
-        let field = fields.get_mut(root)?;
-        *field = Arc::new(field.as_ref().clone().with_data_type(kind));
-        let schema = Schema::new_with_metadata(Fields::from(fields), schema.metadata().clone());
-        let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true).with_schema(Arc::new(schema));
-        Some(ArrowReaderMetadata::try_new(Arc::clone(self.footer.metadata()), options))
+        view_of(self.footer.schema().fields().get(root)?.data_type())?;
+        Some(self.footer.views())
     }
 
     /// Checks the headers of the chunk's pages, which the library believes.
@@ -241,4 +229,101 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
         }
     }
     Ok(Buffer::from_vec(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow::array::BinaryArray;
+    use farandole_store::Store;
+    use parquet::arrow::ArrowWriter;
+    use parquet::file::properties::{WriterProperties, WriterVersion};
+
+    use super::*;
+    use crate::dataset::Dataset;
+    use crate::decode::Recipe;
+
+    const BYTES: usize = 1 << 10;
+    const BUDGET: usize = 64 << 20;
+
+    /// A value that no codec makes smaller.
+    fn noise(row: usize) -> Vec<u8> {
+        let mut state = row as u64 + 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.to_le_bytes()[0]
+        };
+        (0..BYTES).map(|_| next()).collect()
+    }
+
+    /// A data set of two columns of a thousand values, a few in each page.
+    fn written(url: &str) -> Dataset {
+        let column = || -> ArrayRef { Arc::new(BinaryArray::from_iter_values((0..1000).map(noise))) };
+        let batch = RecordBatch::try_from_iter([("a", column()), ("b", column())]).unwrap();
+        let properties = WriterProperties::builder()
+            .set_writer_version(WriterVersion::PARQUET_2_0)
+            .set_compression(Compression::SNAPPY)
+            .set_dictionary_enabled(false)
+            .set_encoding(parquet::basic::Encoding::PLAIN)
+            .set_data_page_row_count_limit(20)
+            .set_write_batch_size(10);
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(properties.build())).unwrap();
+        writer.write(&batch).unwrap();
+        Store::open(url).unwrap().write("0.parquet", writer.into_inner().unwrap().into()).unwrap();
+        Dataset::open(url).unwrap()
+    }
+
+    fn selected(dataset: &Dataset) -> Vec<Selected> {
+        let names = ["a", "b"].map(str::to_owned);
+        let one = |field: crate::column::Field| {
+            let out = field.element;
+            Selected { field, out, fill: None, allow_nan: true, padding: None }
+        };
+        dataset.select(Some(&names)).unwrap().into_iter().map(one).collect()
+    }
+
+    fn part() -> Part {
+        Part { file: 0, group: 0, rows: 500..510, shuffle: None, first_step: 0, last_step: 0, taken: 10 }
+    }
+
+    #[test]
+    fn a_page_that_is_not_compressed_keeps_all_fetched_bytes_or_is_copied() {
+        let dataset = written("memory://library-stored");
+        let (selected, part) = (selected(&dataset), part());
+        let recipe = Recipe::new(&dataset, &selected, &part, BUDGET).unwrap();
+        let fetched = recipe.fetch(&dataset, &part).unwrap();
+        assert!(fetched.bytes() > 2000 * BYTES);
+        let found = recipe.texts(&dataset, (&selected[0], 0), &part, Some(&fetched)).unwrap();
+        assert_eq!(found.values.value(3), noise(503));
+        // A file begins with four bytes that are no chunk.
+        let file = fetched.slice(4, None).unwrap();
+        let lies_in_file = file.as_ptr_range().contains(&found.values.value(3).as_ptr());
+        let held = usize::try_from(found.held).unwrap();
+        assert!(
+            if lies_in_file { held >= fetched.bytes() } else { held < 16 * BYTES },
+            "{held} of {} bytes, in the file: {lies_in_file}",
+            fetched.bytes()
+        );
+        assert!(!lies_in_file, "ten values are copied");
+    }
+
+    #[test]
+    fn the_columns_of_a_file_share_one_schema_of_views() {
+        let dataset = written("memory://library-views");
+        let footer = dataset.footer(0).unwrap();
+        let part = part();
+        let schema = |leaf: usize| {
+            let origin = Origin { file: "0.parquet", group: 0, column: "a" };
+            let fetched = Fetched::new(dataset.store(), "0.parquet", &[], 0).unwrap();
+            let source =
+                Source { footer: &footer, fetched, leaf, part: &part, most: BUDGET, origin: &origin };
+            Arc::clone(source.views().unwrap().unwrap().schema())
+        };
+        let (first, second) = (schema(0), schema(1));
+        assert!(first.fields().iter().all(|field| *field.data_type() == DataType::BinaryView), "{first}");
+        assert!(Arc::ptr_eq(&first, &second));
+    }
 }

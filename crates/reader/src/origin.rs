@@ -32,6 +32,11 @@ impl Origin<'_> {
         Error::Ragged { column, expected, group: self.group, file }
     }
 
+    pub(crate) fn torn(&self, bytes: usize, width: usize) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::Torn { column, bytes, width, group: self.group, file }
+    }
+
     pub(crate) fn parquet(&self, source: ParquetError) -> Error {
         let (column, file) = (self.column.to_owned(), self.file.to_owned());
         Error::Parquet { file, group: self.group, column, source }

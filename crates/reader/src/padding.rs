@@ -21,14 +21,9 @@ pub struct Padding {
     pub fixed: bool,
 }
 
-/// A reason for which rows cannot be padded.
+/// Memory of so many bytes, which cannot be had.
 #[derive(Debug)]
-pub(crate) enum Misfit {
-    /// A row of so many bytes, which are no whole values.
-    Torn(usize),
-    /// Memory of so many bytes, which cannot be had.
-    Memory(usize),
-}
+pub(crate) struct Lack(pub(crate) usize);
 
 impl Padding {
     /// Returns what is wrong with it, if anything is.
@@ -42,9 +37,17 @@ impl Padding {
         }
     }
 
-    /// Bytes that so many rows take at most.
-    pub(crate) fn bytes_of(&self, rows: usize) -> usize {
-        rows.saturating_mul(self.most).saturating_mul(self.fill.len())
+    /// Bytes that so many rows take at least, and at most.
+    pub(crate) fn bytes_of(&self, rows: usize) -> (usize, usize) {
+        let bytes = |length: usize| rows.saturating_mul(length).saturating_mul(self.fill.len());
+        (bytes(self.length(0)), bytes(self.most))
+    }
+
+    /// The first length that is no multiple of a value's bytes, and these.
+    pub(crate) fn torn(&self, lengths: impl Iterator<Item = u32>) -> Option<(usize, usize)> {
+        let width = self.fill.len().max(1);
+        let length = lengths.map(|length| length as usize).find(|length| length % width != 0);
+        length.map(|length| (length, width))
     }
 
     /// Values of every row of a batch, the longest row of which has `longest`.
@@ -55,27 +58,24 @@ impl Padding {
         longest.max(1).div_ceil(self.step).saturating_mul(self.step).min(self.most)
     }
 
-    /// Rows of one length: their memory, their bytes, and the length in values.
+    /// Rows of one length: their memory, their bytes, and the length in values. The values of each row are whole.
     ///
     /// # Errors
-    /// Rows that are no whole values, and memory that cannot be had.
+    /// Memory that cannot be had.
     pub(crate) fn padded<'a>(
         &self,
         values: impl Iterator<Item = &'a [u8]>,
         rows: usize,
         longest: usize,
         pool: &Arc<Pool>,
-    ) -> Result<(Slab, usize, usize), Misfit> {
+    ) -> Result<(Slab, usize, usize), Lack> {
         let width = self.fill.len();
         let length = self.length(longest / width);
         let row = length.saturating_mul(width);
-        let bytes = row.checked_mul(rows).ok_or(Misfit::Memory(usize::MAX))?;
-        let mut slab = pool.try_take(bytes).ok_or(Misfit::Memory(bytes))?;
+        let bytes = row.checked_mul(rows).ok_or(Lack(usize::MAX))?;
+        let mut slab = pool.try_take(bytes).ok_or(Lack(bytes))?;
         let out = slab.bytes_mut().get_mut(..bytes).unwrap_or_default();
         for (slot, value) in out.chunks_exact_mut(row).zip(values) {
-            if value.len() % width != 0 {
-                return Err(Misfit::Torn(value.len()));
-            }
             let (kept, rest) = slot.split_at_mut(value.len().min(row));
             kept.copy_from_slice(value.get(..kept.len()).unwrap_or_default());
             repeat(rest, &self.fill);
@@ -84,16 +84,10 @@ impl Padding {
     }
 }
 
-impl Misfit {
+impl Lack {
     /// The error of a column.
-    pub(crate) fn of(self, column: &str, padding: Option<&Padding>) -> Error {
-        let column = column.to_owned();
-        match self {
-            Self::Torn(bytes) => {
-                Error::Torn { column, bytes, width: padding.map_or(0, |one| one.fill.len()) }
-            }
-            Self::Memory(bytes) => Error::Memory { column, bytes },
-        }
+    pub(crate) fn of(self, column: &str) -> Error {
+        Error::Memory { column: column.to_owned(), bytes: self.0 }
     }
 }
 
@@ -115,7 +109,7 @@ mod tests {
         Padding { fill: fill.to_vec(), most, step, fixed: false }
     }
 
-    fn padded(how: &Padding, rows: &[&[u8]]) -> Result<(Vec<u8>, usize), Misfit> {
+    fn padded(how: &Padding, rows: &[&[u8]]) -> Result<(Vec<u8>, usize), Lack> {
         let pool = Pool::new(1 << 20);
         let longest = rows.iter().map(|row| row.len()).max().unwrap_or_default();
         let (slab, bytes, length) = how.padded(rows.iter().copied(), rows.len(), longest, &pool)?;
@@ -151,10 +145,22 @@ mod tests {
 
     #[test]
     fn rows_of_half_values_and_of_too_many_bytes_are_refused() {
-        assert!(matches!(padded(&padding(&[0; 4], 8, 1), &[&[1, 2, 3, 4], &[5; 6]]), Err(Misfit::Torn(6))));
+        assert_eq!(padding(&[0; 4], 8, 1).torn([4, 6, 7].into_iter()), Some((6, 4)));
+        assert_eq!(padding(&[0; 4], 8, 1).torn([4, 0, 8].into_iter()), None);
         let endless = Padding { fixed: true, ..padding(&[0; 8], 1 << 50, 1) };
-        assert!(matches!(padded(&endless, &[&[0; 8]]), Err(Misfit::Memory(bytes)) if bytes == 1 << 53));
+        assert!(matches!(padded(&endless, &[&[0; 8]]), Err(Lack(bytes)) if bytes == 1 << 53));
         let endless = Padding { most: usize::MAX, ..endless };
-        assert!(matches!(padded(&endless, &[&[], &[]]), Err(Misfit::Memory(_))));
+        assert!(matches!(padded(&endless, &[&[], &[]]), Err(Lack(_))));
+    }
+
+    #[test]
+    fn rows_take_the_shortest_length_at_least_and_the_longest_at_most() {
+        let bytes = |most, step, fixed| Padding { fixed, ..padding(&[0; 4], most, step) }.bytes_of(3);
+        assert_eq!(bytes(8, 1, false), (12, 96));
+        assert_eq!(bytes(8, 3, false), (36, 96));
+        assert_eq!(bytes(8, 8, false), (96, 96));
+        assert_eq!(bytes(8, 9, false), (96, 96));
+        assert_eq!(bytes(8, 1, true), (96, 96));
+        assert_eq!(bytes(usize::MAX, 1, true), (usize::MAX, usize::MAX));
     }
 }

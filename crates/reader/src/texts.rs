@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arrow::array::{Array, BinaryViewArray, BinaryViewBuilder};
 use arrow::buffer::Buffer;
 
-use crate::padding::{Misfit, Padding};
+use crate::padding::{Lack, Padding};
 use crate::pool::{Pool, Slab, typed_mut};
 use crate::values::Rows;
 
@@ -116,8 +116,8 @@ impl Texts {
     /// The column; rows that nobody has noted repeat the one before.
     ///
     /// # Errors
-    /// Rows that cannot be padded.
-    pub(crate) fn finish(mut self, padding: Option<&Padding>, pool: &Arc<Pool>) -> Result<Gathered, Misfit> {
+    /// Memory for padded rows that cannot be had.
+    pub(crate) fn finish(mut self, padding: Option<&Padding>, pool: &Arc<Pool>) -> Result<Gathered, Lack> {
         let mut last = None;
         for place in &mut self.places {
             *place = place.or(last);

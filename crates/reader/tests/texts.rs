@@ -189,15 +189,42 @@ fn a_column_that_cannot_be_padded_is_named() {
     let torn = open("tokens", Padding { fill: vec![0; 8], ..padding(9, 9) }).unwrap().epoch(0, 0).unwrap();
     let error = torn.next(Duration::from_secs(30)).unwrap_err();
     assert!(matches!(&error, Error::Torn { column, width: 8, .. } if column == "tokens"), "{error}");
+    let told = error.to_string();
+    assert!(told.contains("in row group ") && told.contains(".parquet"), "{told}");
     assert!(matches!(torn.next(Duration::from_secs(30)), Err(Error::Ended)));
-    let endless =
-        open("tokens", Padding { fixed: true, ..padding(1 << 50, 1) }).unwrap().epoch(0, 0).unwrap();
+    let pad = HashMap::from([("tokens".to_owned(), Padding { fixed: true, ..padding(1 << 50, 1) })]);
+    let options = Options { pad, byte_budget: u64::MAX, ..options() };
+    let endless = Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0).unwrap();
     let error = endless.next(Duration::from_secs(30)).unwrap_err();
     assert!(matches!(&error, Error::Memory { column, .. } if column == "tokens"), "{error}");
 }
 
 #[test]
-fn one_value_in_every_row_takes_no_more_memory_than_once_and_is_refused_where_it_is_too_much_for_batches() {
+fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
+    write("memory://wide", WriterProperties::builder(), ROWS);
+    let dataset = Arc::new(Dataset::open("memory://wide").unwrap());
+    let start = |padding, byte_budget| {
+        let pad = HashMap::from([("tokens".to_owned(), padding)]);
+        let options = Options { pad, byte_budget, batch_size: 4, ..options() };
+        Reader::new(Arc::clone(&dataset), options).unwrap().epoch(0, 0)
+    };
+    // Rows of 4 MiB, whatever they hold: 16 MiB in a batch, one at the consumer and the next one.
+    let most = 1 << 20;
+    let cases = [Padding { fixed: true, ..padding(most, 1) }, padding(most, most), padding(2 * most, most)];
+    for always in cases {
+        let Err(Error::Budget { needed, batches, .. }) = start(always.clone(), 32 << 20).map(drop) else {
+            unreachable!("{always:?} fits into 32 MiB")
+        };
+        assert!((32 << 20..33 << 20).contains(&batches), "{batches} for {always:?}");
+        let epoch = start(always, needed).unwrap();
+        assert_eq!(next(&epoch).and_then(|batch| batch.length(2)), Some(most));
+    }
+    // Most rows are short, and only a long one is padded to as much.
+    assert!(start(padding(most, 1), 4 << 20).is_ok());
+}
+
+#[test]
+fn one_value_in_every_row_is_read_until_it_is_too_much_for_batches() {
     let long = vec![7_u8; 1 << 20];
     let write = |url: &str, rows: usize| {
         let column: ArrayRef = Arc::new(BinaryArray::from_iter_values(std::iter::repeat_n(&long, rows)));

@@ -15,6 +15,50 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+/** Elements with functions for events of their own: a changed one is replaced as a whole. */
+const ACTIVE = "button, input, select, textarea";
+
+/**
+ * Gives an element new children. Those that say the same stay, so a click, the focus, a selection and the place to which a
+ * table is scrolled outlive a refresh. Sections are found by their names. An element with `data-kept` stays as it is.
+ */
+function settle(element, ...fresh) {
+  const nodes = fresh.flat().filter((node) => node !== null && node !== undefined);
+  const key = (node) => node.dataset?.section;
+  const keys = new Set(nodes.map(key));
+  for (const child of [...element.childNodes]) if (key(child) && !keys.has(key(child))) child.remove();
+  let at = element.firstChild;
+  for (const node of nodes) {
+    if (!at || key(at) !== key(node)) {
+      element.insertBefore(node, at);
+      continue;
+    }
+    const next = at.nextSibling;
+    become(at, node);
+    at = next;
+  }
+  while (at) {
+    const next = at.nextSibling;
+    at.remove();
+    at = next;
+  }
+}
+
+/** Makes a node say what a fresh one says, or puts the fresh one in its place. */
+function become(old, node) {
+  if (old.dataset?.kept !== undefined || old.isEqualNode(node)) return;
+  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href"); // a click must not open another page
+  if (old.nodeName !== node.nodeName || isElsewhere || old.matches?.(ACTIVE)) {
+    old.replaceWith(node);
+  } else if (old.nodeType === Node.TEXT_NODE) {
+    old.data = node.data;
+  } else {
+    for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
+    for (const { name, value } of node.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    settle(old, [...node.childNodes]);
+  }
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 
 /** A number with about four digits. */

@@ -37,7 +37,7 @@ function fits(run, filter) {
   });
 }
 
-/** The row of a run: the one that is shown already, if nothing about the run has changed. */
+/** The row of a run: the one that is shown already, with what has changed. */
 function rowOf(run) {
   const text = JSON.stringify(run);
   const known = list.rows.get(run.run);
@@ -45,7 +45,9 @@ function rowOf(run) {
   const choice = make("input", { type: "checkbox", "aria-label": "compare this run", change: (event) => choose(run.run, event.target.checked) });
   choice.checked = list.chosen.has(run.run);
   const cells = COLUMNS.map((column) => make("td", { class: column.number ? "number" : column.name }, column.cell(run)));
-  const row = make("tr", { tabindex: "-1", "data-run": run.run, title: run.reason || null, dblclick: () => open(run.run) }, make("td", { class: "choice" }, choice), cells);
+  const fresh = make("tr", { tabindex: "-1", "data-run": run.run, title: run.reason || null, dblclick: () => open(run.run) }, make("td", { class: "choice" }, choice), cells);
+  const row = known ? known.row : fresh;
+  become(row, fresh);
   list.rows.set(run.run, { text, row });
   return row;
 }

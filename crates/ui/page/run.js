@@ -69,13 +69,14 @@ function ranks(record) {
   const usual = works.length > 1 ? median(works) : NaN;
   const time = (seconds) => (Number.isFinite(seconds) ? `${(seconds * 1000).toFixed(1)} ms` : "");
   const share = (part, whole) => (typeof part === "number" && whole > 0 ? `${Math.round((part / whole) * 100)} %` : "");
+  const computes = (rank) => (Number.isFinite(ownWork(rank)) ? `${time(ownWork(rank))} (${share(ownWork(rank), rank.step_seconds)})` : "");
   // Columns that no rank has are left out.
   const hasStates = all.some((rank) => rank.state);
   const loads = LOADS.filter(([, shown]) => all.some((rank) => shown(rank.load || {})));
   const isText = (column) => column === 1 || (hasStates && column === 2);
   const rows = all.map((rank) => {
     const slow = ownWork(rank) > SLOW * usual;
-    const cells = [rank.rank, rank.host, ...(hasStates ? [rank.state] : []), rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), time(ownWork(rank)),
+    const cells = [rank.rank, rank.host, ...(hasStates ? [rank.state] : []), rank.pid, rank.executor, rank.gpu, time(rank.step_seconds), computes(rank),
       share(rank.data_seconds, rank.step_seconds), share(rank.reduce_seconds, rank.step_seconds), ...loads.map(([, shown]) => shown(rank.load || {}))];
     const mark = slow ? `computes ${(ownWork(rank) / usual).toFixed(1)} times as long as the median` : "";
     return make("tr", { class: slow ? "slow" : null }, cells.map((cell, index) => make("td", { class: isText(index) ? "" : "number" }, cell ?? "")), make("td", {}, mark));
@@ -100,6 +101,9 @@ function events(record) {
 
 const PERFETTO = "https://ui.perfetto.dev";
 
+/** Milliseconds after which the page says that Perfetto does not answer. It continues to ask: the network may be slow. */
+const PERFETTO_LATE = 10000;
+
 /** Opens a trace in Perfetto by its protocol: the new window answers PING when it can take a trace. */
 function openInPerfetto(address, title) {
   const other = window.open(PERFETTO);
@@ -109,10 +113,12 @@ function openInPerfetto(address, title) {
     return response.arrayBuffer();
   });
   const asking = setInterval(() => { if (other.closed) end(); else other.postMessage("PING", PERFETTO); }, 100);
-  const end = () => { clearInterval(asking); window.removeEventListener("message", heard); };
+  const late = setTimeout(() => problem("Perfetto does not answer. Without a network, download the timeline and open it in chrome://tracing."), PERFETTO_LATE);
+  const end = () => { clearInterval(asking); clearTimeout(late); window.removeEventListener("message", heard); };
   const heard = async (event) => {
     if (event.origin !== PERFETTO || event.source !== other || event.data !== "PONG") return;
     end();
+    problem("");
     try {
       const buffer = await trace;
       other.postMessage({ perfetto: { buffer, title, fileName: "timeline.json" } }, PERFETTO, [buffer]);
@@ -138,12 +144,18 @@ function timeline(run, told) {
 /** The files of a run; texts can be read here. */
 function files(run, told) {
   if (!told.files.length) return null;
-  const output = make("pre", { hidden: true, tabindex: "0" });
+  const output = make("pre", { hidden: true, tabindex: "0", "data-kept": "" });
   const read = async (file) => {
+    const place = location.hash;
     try {
       const response = await fetch(`api/output?run=${encodeURIComponent(run)}&file=${encodeURIComponent(file)}`, { cache: "no-store" });
-      output.textContent = await response.text();
-      output.hidden = false;
+      const text = await response.text();
+      if (location.hash !== place) return;
+      // A refresh keeps the element of the first answer.
+      const shown = document.querySelector("pre[data-kept]") || output;
+      shown.textContent = text;
+      shown.hidden = false;
+      shown.scrollTop = 0;
     } catch (error) {
       problem(error.message);
     }
@@ -181,12 +193,8 @@ function drawRun(main, run) {
     if (told) {
       title.textContent = told.summary.name;
       document.title = told.summary.name;
-      head.replaceChildren(headline(told));
-      const open = rest.querySelector("pre:not([hidden])[tabindex]");
-      const text = open ? open.textContent : null;
-      rest.replaceChildren(...facts(run, told));
-      const pre = rest.querySelector("pre[tabindex]");
-      if (text !== null && pre) { pre.textContent = text; pre.hidden = false; }
+      settle(head, headline(told));
+      settle(rest, facts(run, told));
     }
     await panel.refresh();
   };
@@ -218,12 +226,12 @@ function drawComparison(main, runs) {
     const all = runs.map((run) => known.get(run)).filter(Boolean);
     const names = all.map((told) => told.summary.name);
     const result = (told) => ({ state: told.summary.state, epochs: told.summary.done, time: duration(lasted(told.summary)), best: told.summary.best ? `${told.summary.best.name} ${brief(told.summary.best.value)} @ ${told.summary.best.epoch}` : "", ...told.summary.last });
-    rest.replaceChildren(...[
+    settle(rest, [
       differences("Results", names, all.map(result)),
       differences("Parameters that differ", names, all.map((told) => told.record.parameters || {})),
       differences("Begun with", names, all.map((told) => told.fingerprint)),
       differences("Environment that differs", names, all.map((told) => ({ ...told.record.environment, ...told.record.code }))),
-    ].filter(Boolean));
+    ]);
     await panel.refresh();
   };
   return { refresh, close: () => { panel.close(); for (const run of runs) forget(`compared ${run}`); } };

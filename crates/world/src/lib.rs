@@ -6,6 +6,11 @@
 //! Owns the types that all other crates use for them, and the pure rule that assigns ranks to registered tasks.
 //! It has no I/O, no clock, no environment and no threads.
 //!
+//! ```text
+//! TaskPlace of each task: HostHash, number ── assign ──> World: a Seat for each task
+//!                                                            Seat: Rank, LocalRank, CrossRank and their sizes
+//! ```
+//!
 //! Invariants:
 //! - `W-1`: equal registrations give equal ranks, whatever the order of arrival.
 //! - `W-2`: rank 0 is on the host of the lowest task; ranks of a host are consecutive, unless ranks were assigned before.

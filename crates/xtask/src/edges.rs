@@ -29,6 +29,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("dataset", &["world"]),
     ("prepare", &["config", "store", "dataset"]),
     ("reader", &["world", "config", "shm", "store", "dataset"]),
+    ("images", &[]),
     ("ui", &["store"]),
     (
         "facade",
@@ -49,6 +50,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "dataset",
             "prepare",
             "reader",
+            "images",
             "ui",
         ],
     ),

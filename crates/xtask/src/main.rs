@@ -3,6 +3,12 @@
 
 //! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes generated pages),
 //! `cargo xtask proto` (refreshes generated code).
+//!
+//! ```text
+//! check ── edges, config_docs, proto, files, openings ──> an error that names each file
+//! docs ─── config_docs ──> docs/reference/configuration.md
+//! proto ── proto ────────> crates/registrar/src/generated
+//! ```
 
 mod config_docs;
 mod edges;

@@ -60,18 +60,18 @@ def _keep_from_xla() -> None:
 
     def model_supports_jit(model: Any) -> bool:
         if concerns(model):
-            from farandole.tensorflow import _split, _xla  # noqa: PLC0415 - the backend
+            from farandole.tensorflow import splitting, xla  # noqa: PLC0415 - the backend
 
-            return (_xla.problem() is None or _split.is_possible()) and supports(model)
+            return (xla.problem() is None or splitting.is_possible()) and supports(model)
         return supports(model)
 
     def resolve_auto_jit_compile(model: Any) -> bool:
         chosen = resolve(model)
         if chosen and concerns(model):
-            from farandole.tensorflow import _xla  # noqa: PLC0415 - the backend
+            from farandole.tensorflow import xla  # noqa: PLC0415 - the backend
 
             # A split step is for callers that ask for it.
-            return _xla.problem() is None
+            return xla.problem() is None
         return chosen
 
     trainer.model_supports_jit = model_supports_jit

@@ -182,8 +182,8 @@ def make_reducer(settings: Settings) -> Reducer:
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from farandole.tensorflow._reducer import GradientReducer  # noqa: PLC0415 - the backend
         from farandole.tensorflow.compression import Compression  # noqa: PLC0415
+        from farandole.tensorflow.reducer import GradientReducer  # noqa: PLC0415 - the backend
 
         return GradientReducer(
             settings.device_dense,

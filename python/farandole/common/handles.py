@@ -216,3 +216,17 @@ def members_of(process_set: ProcessSet) -> list[int]:
     set_number(process_set)
     ranks = process_set.ranks
     return list(range(basics.size())) if ranks is None else ranks
+
+
+def own_rows(rows: int, process_set: ProcessSet) -> int:
+    """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if rows remain.
+
+    Raises:
+        ValueError: When the set is not registered, or this rank is not a member.
+    """
+    members = members_of(process_set)
+    rank = basics.rank()
+    if rank not in members:
+        raise ValueError(f"rank {rank} is not a member of {process_set!r}")
+    base, extra = divmod(rows, len(members))
+    return base + (members.index(rank) < extra)

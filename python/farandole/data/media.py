@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`Decode`: a `transformation_fn` that converts images and sounds, as bytes or paths, to tensors.
 
-Pillow decodes and resizes images, soundfile (libsndfile) decodes sounds. Both release the interpreter's lock, so the
-threads of the loader decode in parallel.
+PNG and JPEG are decoded and resized in Rust, other images and rare kinds of these two by Pillow, and sounds by
+soundfile (libsndfile). All release the interpreter's lock, so the threads of the loader decode in parallel.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _FITS = ("stretch", "crop", "pad")
 class Image:
     """Decodes a column of images: PNG, JPEG, WebP, GIF, BMP or TIFF. Other formats are refused.
 
+    PNG and JPEG need no other package, but for kinds that are rare: see the guide. All others need Pillow.
+
     An image is turned as its EXIF orientation says, converted to `mode`, and resized. Of 16 bits, the high 8 are taken;
     images of 32-bit integers and of floats are refused, since their range is not known. A batch has float32 of shape
     (rows, channels, height, width), from 0 to 1 before `mean` and `std`, or uint8 without scaling.
 
     Args:
-        height: Of the result, in pixels.
-        width: Of the result; default: `height`.
+        height: Rows of the result, in pixels.
+        width: Pixels of a row of the result; default: `height`.
         mode: `RGB`, `RGBA` or `L` (gray).
         fit: `stretch`: resized without regard to proportions. `crop`: resized until it covers the result, and the
             middle is kept. `pad`: resized until it fits into the result, with black around it.
@@ -85,36 +87,73 @@ class Image:
             column: For messages.
 
         Raises:
-            ImportError: Pillow is not installed.
+            ImportError: An image needs Pillow, which is not installed.
             ValueError: An image that cannot be decoded; the message names the column and the row of the batch.
         """
         import numpy as np  # noqa: PLC0415 - optional
 
-        try:
-            import PIL.Image  # noqa: PLC0415, F401 - optional
-        except ImportError as error:
-            raise ImportError("decoding images needs Pillow: pip install 'farandole[images]'") from error
-
-        width, channels = self.width or self.height, _CHANNELS[self.mode]
-        pixels = np.empty((len(blobs), self.height, width, channels), np.uint8)
-        for row, blob in enumerate(blobs):
+        if not blobs:
+            return np.empty((0, *self._shape), self.dtype)
+        images, left = self._native(blobs)
+        for row, reason in left:
             try:
-                pixels[row] = np.asarray(self._resized(blob, width)).reshape(self.height, width, channels)
+                import PIL.Image  # noqa: PLC0415, F401 - optional
+            except ImportError as error:
+                raise ImportError(
+                    "decoding images needs Pillow: pip install 'farandole[images]' "
+                    f"(column {column!r}, row {row} of a batch: {reason})"
+                ) from error
+            try:
+                images[row] = self._placed(np.asarray(self._resized(blobs[row], self.width or self.height)))
             except Exception as error:
                 raise ValueError(
                     f"column {column!r}, row {row} of a batch: cannot decode the image: {error}"
                 ) from error
-        if not self.channels_last:
-            pixels = pixels.transpose(0, 3, 1, 2)
-        if self.dtype == "uint8":
-            return np.ascontiguousarray(pixels)
-        scaled = pixels.astype(np.float32, order="C")
-        shape = (-1,) if self.channels_last else (-1, 1, 1)
-        mean = np.asarray(self.mean, np.float32).reshape(shape)
-        std = np.asarray(self.std, np.float32).reshape(shape)
-        scaled *= 1.0 / (255.0 * std)
-        scaled -= mean / std
-        return scaled
+        return images
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Shape of an image of a batch."""
+        width, channels = self.width or self.height, _CHANNELS[self.mode]
+        return (self.height, width, channels) if self.channels_last else (channels, self.height, width)
+
+    def _scales(self) -> tuple[Array, Array]:
+        """Returns the factor of each channel, and the number that is then subtracted: (channels,)."""
+        import numpy as np  # noqa: PLC0415 - optional
+
+        mean, std = np.empty((2, _CHANNELS[self.mode]), np.float32)
+        mean[:], std[:] = self.mean, self.std
+        return 1.0 / (255.0 * std), mean / std
+
+    def _native(self, blobs: Sequence[Any]) -> tuple[Array, list[tuple[int, str]]]:
+        """Decodes images in Rust; returns them, and the rows that are left to Pillow, with reasons."""
+        import numpy as np  # noqa: PLC0415 - optional
+
+        if self.mode == "RGBA":
+            return np.empty((len(blobs), *self._shape), self.dtype), [(row, "RGBA") for row in range(len(blobs))]
+        from farandole._native import images as native  # noqa: PLC0415 - images alone need it
+
+        files = [bytes(blob) if isinstance(blob, bytes | bytearray | memoryview) else b"" for blob in blobs]
+        scales = None if self.dtype == "uint8" else list(zip(*(one.tolist() for one in self._scales()), strict=True))
+        mode: Any = self.mode
+        fit: Any = self.fit
+        width = self.width or self.height
+        pixels, left = native.decode(files, self.height, width, mode, fit, self.channels_last, scales)
+        return np.frombuffer(memoryview(pixels), self.dtype).reshape(len(blobs), *self._shape), left
+
+    def _placed(self, pixels: Array) -> Array:
+        """Returns an image in the order and type of the batch.
+
+        Args:
+            pixels: From Pillow: uint8 of (height, width), or (height, width, channels).
+        """
+        import numpy as np  # noqa: PLC0415 - optional
+
+        pixels = pixels.reshape(self.height, self.width or self.height, _CHANNELS[self.mode])
+        if self.dtype == "float32":
+            factor, shift = self._scales()
+            pixels = pixels.astype(np.float32) * factor - shift
+        return pixels if self.channels_last else pixels.transpose(2, 0, 1)
 
     def _resized(self, blob: Any, width: int) -> Any:
         from PIL import Image as Pillow  # noqa: PLC0415 - optional

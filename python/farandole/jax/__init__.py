@@ -54,7 +54,7 @@ from farandole.jax._training import (
     broadcast_parameters,
     distributed_value_and_grad,
 )
-from farandole.numpy._world import barrier, join
+from farandole.numpy import barrier, join
 from farandole.numpy.functions import allgather_object, broadcast_object
 
 __all__ = [

@@ -12,12 +12,11 @@ import numpy as np
 
 import farandole.numpy as plain
 from farandole.common import basics
-from farandole.common.handles import members_of
+from farandole.common.handles import members_of, own_rows
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, choose_op
 from farandole.jax._call import call, is_traced, like
-from farandole.numpy._move import gather_with_rows
-from farandole.numpy._reducescatter import own_rows
+from farandole.numpy.move import gather_with_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from farandole.numpy._move import broadcast_, gather_with_rows
+from farandole.numpy.move import broadcast_, gather_with_rows
 
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet

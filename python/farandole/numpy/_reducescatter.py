@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native import engine
-from farandole.common import basics
-from farandole.common.handles import members_of, set_number
+from farandole.common.handles import own_rows, set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.numpy._arrays import Array, address_of, as_input, number_of, synchronize, table
@@ -19,20 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import ArrayLike
-
-
-def own_rows(rows: int, process_set: ProcessSet) -> int:
-    """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if rows remain.
-
-    Raises:
-        ValueError: When the set is not registered, or this rank is not a member.
-    """
-    members = members_of(process_set)
-    rank = basics.rank()
-    if rank not in members:
-        raise ValueError(f"rank {rank} is not a member of {process_set!r}")
-    base, extra = divmod(rows, len(members))
-    return base + (members.index(rank) < extra)
 
 
 def _check(op: int) -> None:

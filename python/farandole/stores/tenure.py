@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,8 @@ _LEASE: Final = "_lease-"
 _JOB: Final = "FARANDOLE_JOB"
 _FINGERPRINT: Final = slice(32, 64)
 _log = logging.getLogger("farandole")
+_TAKING = threading.Lock()
+"""Held from the look at a directory until the lease is registered, so that no other thread deletes it."""
 
 
 class RunInUseError(RuntimeError):
@@ -68,18 +71,11 @@ class Tenure:
         before: dict[str, dict[str, Any]] | None = None
         until = began + LASTS
         while True:
-            lease = store.take(LASTS, job_of_this_process())
-            if lease is not None:
-                self._mark = Mark(self._run_path, lease, LASTS)
+            with _TAKING:
+                leases = self._take(store)
+            if self._mark is not None:
                 return
-            leases = _leases(store)
-            own = {name for name, lease in leases.items() if _is_seen(lease) and lease.get("pid") == os.getpid()}
-            held = {name for name in own if marks.is_held(self._run_path, name)}
-            if held:
-                raise self._refusal("another training of this process has it")
-            for name in own:  # left by an earlier training, which could not delete it
-                store.delete(name)
-            if own:
+            if leases is None:
                 continue
             if before is None:
                 lasts = [float(one.get("lasts") or _LONGEST) for one in leases.values()]
@@ -98,6 +94,28 @@ class Tenure:
                 )
             before = leases
             time.sleep(_LOOKS_EVERY)
+
+    def _take(self, store: NativeStore) -> dict[str, dict[str, Any]] | None:
+        """Takes the lease if nobody has it.
+
+        Returns:
+            The leases of others; `None` if the lease was taken, or an own one that was left behind was deleted.
+
+        Raises:
+            RunInUseError: Another training of this process holds the run.
+            OSError: The store cannot be used.
+        """
+        lease = store.take(LASTS, job_of_this_process())
+        if lease is not None:
+            self._mark = Mark(self._run_path, lease, LASTS)
+            return None
+        leases = _leases(store)
+        own = {name for name, lease in leases.items() if _is_seen(lease) and lease.get("pid") == os.getpid()}
+        if any(marks.is_held(self._run_path, name) for name in own):
+            raise self._refusal("another training of this process has it")
+        for name in own:  # left by an earlier training, which could not delete it
+            store.delete(name)
+        return None if own else leases
 
     def check(self) -> None:
         """Renews the lease, before something is written.

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Adasum, Average, Sum, choose_op, rounded, rounds_sums
-from farandole.tensorflow import _xla
+from farandole.tensorflow import xla
 from farandole.tensorflow._eager import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.mpi_ops import (
@@ -107,7 +107,7 @@ def grouped_allreduce(
     op = choose_op(op, average)
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
-    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors) and _xla.is_tracing():
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors) and xla.is_tracing():
         tensors = [as_tensor(tensor) for tensor in tensors]
     sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]

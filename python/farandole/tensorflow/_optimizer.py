@@ -11,10 +11,10 @@ import tensorflow as tf
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.reduction import choose_groups
 from farandole.common.util import Adasum, Average
-from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from farandole.tensorflow.mpi_ops import rank, size
+from farandole.tensorflow.reducer import GradientReducer
 
 _Base: Any = tf.compat.v1.train.Optimizer
 

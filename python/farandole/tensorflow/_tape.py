@@ -11,8 +11,8 @@ import tensorflow as tf
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.reduction import choose_groups
 from farandole.common.util import Average
-from farandole.tensorflow._reducer import GradientReducer
 from farandole.tensorflow.compression import Compression, Compressor
+from farandole.tensorflow.reducer import GradientReducer
 
 
 class _Distributed(tf.GradientTape):

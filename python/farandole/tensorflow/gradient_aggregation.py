@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.tensorflow._reducer import key_of
+from farandole.tensorflow.reducer import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -46,7 +46,7 @@ from farandole.common.exceptions import HorovodInternalError
 from farandole.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_rank_is_power_2
-from farandole.tensorflow import _eager, _library, _split, _xla
+from farandole.tensorflow import _eager, _library, splitting, xla
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import arguments, base_name, bits, eager_arguments, number_of
 from farandole.tensorflow.util import (
@@ -137,9 +137,9 @@ def chosen() -> Any:
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
-    if not _xla.is_tracing() or (_xla.problem() is not None and _split.split()):
+    if not xla.is_tracing() or (xla.problem() is not None and splitting.split()):
         return ops
-    return _xla
+    return xla
 
 
 def grouped_reduce(

@@ -21,6 +21,10 @@ pub(crate) struct Claims {
     pub(crate) stored: usize,
     /// Whether values may be stored as parts of the one before: a page may then decode to any number of bytes.
     pub(crate) prefixes: bool,
+    /// The most bytes of such a page, decoded: a value takes no more, because it consists of bytes of its page.
+    pub(crate) longest: usize,
+    /// Whether values of some page are not compressed, although those of others may be.
+    pub(crate) open: bool,
 }
 
 /// Checks the pages of `chunk` until all of its `values` have come: no page may take more than `most` bytes.
@@ -56,7 +60,11 @@ pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<Claims,
                 if seen > values {
                     return Err(format!("pages claim more than the {values} values of their chunk"));
                 }
-                found.prefixes |= !WHOLE.contains(&header.encoding);
+                if !WHOLE.contains(&header.encoding) {
+                    found.prefixes = true;
+                    found.longest = found.longest.max(header.uncompressed);
+                }
+                found.open |= matches!(header.kind, PageKind::DataV2 { compressed: false, .. });
             }
             PageKind::Other => {}
         }

@@ -3,6 +3,8 @@
 
 //! Finds the limit of a run's speed in the times that its ranks have measured.
 
+use std::collections::BTreeSet;
+
 use farandole_store::Store;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -17,6 +19,10 @@ const SLOW: f64 = 1.3;
 const LARGE: f64 = 0.25;
 /// Share of a step below which no rank's data is slow.
 const SMALL: f64 = 0.1;
+/// Mean bytes of a gradient below which the time of a reduction depends on their number.
+const SMALL_TENSOR: f64 = 65_536.0;
+/// Bytes per second below which a link between hosts limits a reduction: a network of 1 Gbit/s.
+const SLOW_LINK: f64 = 125e6;
 /// The advice if the measured times do not show which rank is slow.
 const TRACE: &str =
     "fit(timeline=True) records what each rank does and when, and names a rank for which the others wait";
@@ -42,6 +48,8 @@ struct Times {
     data: Option<f64>,
     /// The time that a step waits for the reduction; `None` if the rank does not measure it.
     reduce: Option<f64>,
+    /// The number of gradients that a step reduces, and the bytes of all of them; `None` if the rank does not say them.
+    reduced: Option<(f64, f64)>,
 }
 
 impl Times {
@@ -53,6 +61,9 @@ impl Times {
             step: number("step_seconds").filter(|seconds| *seconds > 0.0)?,
             data: number("data_seconds"),
             reduce: number("reduce_seconds"),
+            reduced: number("reduced_tensors")
+                .zip(number("reduced_bytes"))
+                .filter(|(tensors, bytes)| *tensors > 0.0 && *bytes > 0.0),
         })
     }
 
@@ -236,15 +247,23 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
             format!("not input-bound: {} of a step does not wait for data", percent(1.0 - data)),
             TRACE.to_owned(),
         ),
-        Some(reduce) if reduce >= LARGE => (
-            format!("reduction-bound: {} of a step waits for the reduction of gradients", percent(reduce)),
-            format!(
-                "try a larger batch_size{}, gradient_compression or backward_passes_per_step{}; farandole bench \
+        Some(reduce) if reduce >= LARGE => {
+            if let Some(limited) = by_gradients(ranks, reduce, reduce * step, &why) {
+                return limited;
+            }
+            (
+                format!(
+                    "reduction-bound: {} of a step waits for the reduction of gradients",
+                    percent(reduce)
+                ),
+                format!(
+                    "try a larger batch_size{}, gradient_compression or backward_passes_per_step{}; farandole bench \
                  allreduce measures the links",
-                now("batch_size"),
-                now("backward_passes_per_step")
-            ),
-        ),
+                    now("batch_size"),
+                    now("backward_passes_per_step")
+                ),
+            )
+        }
         Some(reduce) => (
             format!("compute-bound: {} of a step computes", percent(1.0 - data - reduce)),
             format!(
@@ -254,6 +273,40 @@ fn by_share(record: &Map<String, Value>, ranks: &[Times]) -> Explanation {
         ),
     };
     Explanation { verdict, why, next }
+}
+
+/// Returns what makes reductions slow, if the number and the size of the gradients show it.
+fn by_gradients(ranks: &[Times], share: f64, waits: f64, why: &str) -> Option<Explanation> {
+    let (tensors, bytes) = ranks.first()?.reduced?;
+    let hosts: BTreeSet<&str> = ranks.iter().map(|rank| rank.host.as_str()).collect();
+    let share = percent(share);
+    if bytes / tensors < SMALL_TENSOR {
+        return Some(Explanation {
+            verdict: format!(
+                "small tensors: {share} of a step waits for the reduction of {tensors:.0} gradients, of {:.1} KB on average",
+                bytes / tensors / 1e3
+            ),
+            why: why.to_owned(),
+            next: "fewer and larger reductions cost less: try a larger batch_size or backward_passes_per_step, or let \
+                   FARANDOLE_AUTOTUNE=1 find how reductions are combined"
+                .to_owned(),
+        });
+    }
+    // The wait is a part of the transfer, so the link is at most as fast as this.
+    let speed = bytes / waits;
+    (hosts.len() > 1 && speed < SLOW_LINK).then(|| Explanation {
+        verdict: format!(
+            "slow link: {share} of a step waits for the reduction of {:.1} MB of gradients, which {} hosts exchange at no \
+             more than {:.1} MB/s",
+            bytes / 1e6,
+            hosts.len(),
+            speed / 1e6
+        ),
+        why: why.to_owned(),
+        next: "measure the link with farandole bench allreduce on these hosts; try gradient_compression or a larger \
+               backward_passes_per_step"
+            .to_owned(),
+    })
 }
 
 /// Returns the mean over all ranks; `None` if one has no value.

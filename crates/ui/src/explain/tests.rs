@@ -48,6 +48,42 @@ fn the_rest_is_reduction_or_compute() {
     assert_eq!(told.verdict, "compute-bound: 90 % of a step computes");
 }
 
+/// A rank that waits for the reduction of these gradients for half of a step of 0.2 s.
+fn reducing(number: u32, host: &str, tensors: u64, bytes: u64) -> Value {
+    let mut rank = rank(number, 0.2, 0.0, 0.1);
+    rank["host"] = json!(host);
+    rank["reduced_tensors"] = json!(tensors);
+    rank["reduced_bytes"] = json!(bytes);
+    rank
+}
+
+#[test]
+fn a_reduction_of_many_small_gradients_is_named() {
+    let told = of(json!({"ranks": [reducing(0, "a", 400, 4_800_000), reducing(1, "b", 400, 4_800_000)]}));
+    assert_eq!(
+        told.verdict,
+        "small tensors: 50 % of a step waits for the reduction of 400 gradients, of 12.0 KB on average"
+    );
+    assert!(told.why.contains("50 % waits for the reduction"), "{}", told.why);
+    assert!(told.next.contains("FARANDOLE_AUTOTUNE=1"), "{}", told.next);
+}
+
+#[test]
+fn a_slow_link_between_hosts_is_named_with_its_speed() {
+    let told = of(json!({"ranks": [reducing(0, "a", 40, 4_000_000), reducing(1, "b", 40, 4_000_000)]}));
+    assert_eq!(
+        told.verdict,
+        "slow link: 50 % of a step waits for the reduction of 4.0 MB of gradients, which 2 hosts exchange at no more \
+         than 40.0 MB/s"
+    );
+    assert!(told.next.starts_with("measure the link with farandole bench allreduce"), "{}", told.next);
+    // One host has no such link, and this one is fast enough.
+    let told = of(json!({"ranks": [reducing(0, "a", 40, 4_000_000), reducing(1, "a", 40, 4_000_000)]}));
+    assert!(told.verdict.starts_with("reduction-bound"), "{}", told.verdict);
+    let told = of(json!({"ranks": [reducing(0, "a", 40, 40_000_000), reducing(1, "b", 40, 40_000_000)]}));
+    assert!(told.verdict.starts_with("reduction-bound"), "{}", told.verdict);
+}
+
 #[test]
 fn a_failed_run_and_one_without_times_say_so() {
     let told =

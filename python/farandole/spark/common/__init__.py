@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from farandole.runner.backend import Backend, LocalBackend
     from farandole.spark.common.backend import SparkBackend
+    from farandole.spark.common.runs.driver import RunDiffersError
     from farandole.stores.databricks import DBFSLocalStore
     from farandole.stores.services import HDFSStore, ObjectStore
     from farandole.stores.store import AbstractFilesystemStore, FilesystemStore, LocalStore, Store
+    from farandole.stores.tenure import RunInUseError
 
 _HOMES = {
     "Backend": "farandole.runner.backend",
@@ -26,6 +28,8 @@ _HOMES = {
     "LocalStore": "farandole.stores.store",
     "ObjectStore": "farandole.stores.services",
     "Store": "farandole.stores.store",
+    "RunDiffersError": "farandole.spark.common.runs.driver",
+    "RunInUseError": "farandole.stores.tenure",
 }
 
 __all__ = [
@@ -37,6 +41,8 @@ __all__ = [
     "LocalBackend",
     "LocalStore",
     "ObjectStore",
+    "RunDiffersError",
+    "RunInUseError",
     "SparkBackend",
     "Store",
 ]

@@ -74,22 +74,24 @@ class Word:
     def explain(self, error: FarandoleJobError) -> None:
         """Adds to a worker's death why Spark has removed its executor, if it has.
 
-        An exception of the worker's own needs no other reason.
+        An exception of the worker's own needs no other reason. If Spark has ended the job and no rank is known, the
+        removal of an executor still becomes an event.
 
         Args:
             error: Of the job.
         """
-        executor = self._told.executor_of(error.rank)
-        if self._shim is None or error.exception_type is not None or executor is None:
+        if self._shim is None or error.exception_type is not None:
             return
+        executor = self._told.executor_of(error.rank)
         # If a worker has ended by itself, its executor most likely continues.
         deadline = time.monotonic() + (_WITHIN if error.exit_code is None else 0.0)
         while True:
             self._next = 0.0
             self.look()
-            if executor in self._reasons or time.monotonic() >= deadline:
+            known = self._reasons if executor is None else executor in self._reasons
+            if known or time.monotonic() >= deadline:
                 break
             time.sleep(_LOOK)
-        reason = self._reasons.get(executor)
+        reason = self._reasons.get(executor) if executor is not None else None
         if reason and reason not in error.reason:
             error.add_reason(f"Spark has removed executor {executor}, which it was in: {reason}")

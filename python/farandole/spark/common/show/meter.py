@@ -59,6 +59,7 @@ class Meter:
         self._told = self._last = clock()
         self._rows = 0
         self._in_step = False
+        self._reduced: dict[str, int] = {}
         self._forget()
 
     @property
@@ -93,6 +94,20 @@ class Meter:
             name: Such as `forward`.
         """
         return phase(name) if self.traced else _NOTHING
+
+    @property
+    def knows_gradients(self) -> bool:
+        """Whether `reduces` was called."""
+        return bool(self._reduced)
+
+    def reduces(self, tensors: int, size: int) -> None:
+        """Sets what each step reduces, for `farandole explain`.
+
+        Args:
+            tensors: Number of gradients.
+            size: Bytes of all of them, before compression.
+        """
+        self._reduced = {"reduced_tensors": tensors, "reduced_bytes": size}
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
@@ -137,7 +152,8 @@ class Meter:
         if self._sees_reduction:
             mean["reduce_seconds"] = self._reduce
         record = {name: value / self._steps for name, value in mean.items()}
-        self._say(record | ({"rows": self._rows} if self._rows else {}))
+        reduced = self._reduced if self._sees_reduction else {}
+        self._say(record | reduced | ({"rows": self._rows} if self._rows else {}))
         self._told = self._clock()
         self._forget()
 

@@ -79,6 +79,9 @@ class Stepper:
             return
         with self.meter.reducing():
             self.optimizer.synchronize()
+        if not self.meter.knows_gradients:
+            held = [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
+            self.meter.reduces(len(held), sum(one.grad.numel() * one.grad.element_size() for one in held))
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:

@@ -28,6 +28,27 @@ function drawing(name, attributes, text) {
   return made;
 }
 
+// Gives an element new children. Those that say the same stay, so that a click, the focus, a selection and the place to
+// which a table is scrolled outlive an update.
+function settle(place, ...fresh) {
+  fresh.forEach((node, at) => {
+    const old = place.childNodes[at];
+    if (old === undefined) place.append(node);
+    else become(old, node);
+  });
+  while (place.childNodes.length > fresh.length) place.lastChild.remove();
+}
+
+function become(old, node) {
+  if (old.isEqualNode(node)) return;
+  const isElsewhere = old.getAttribute?.("href") !== node.getAttribute?.("href"); // a click must not open another page
+  if (old.nodeName !== node.nodeName || isElsewhere) { old.replaceWith(node); return; }
+  if (old.nodeType === Node.TEXT_NODE) { old.data = node.data; return; }
+  for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of node.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  settle(old, ...node.childNodes);
+}
+
 function link(path, text) {
   const made = element("a", text);
   made.href = "../" + path;
@@ -40,7 +61,7 @@ function seconds(value) {
   if (value < 1) return (value * 1e3).toFixed(1) + " ms";
   if (value < 90) return value.toFixed(1) + " s";
   const minutes = Math.floor(value / 60);
-  return minutes < 90 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return minutes < 90 ? `${minutes} min ${Math.floor(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 function short(value) {
@@ -70,7 +91,7 @@ function table(id, heads, rows) {
     });
     return line;
   });
-  get(id).replaceChildren(head, ...lines);
+  settle(get(id), head, ...lines);
 }
 
 function take(answer) {
@@ -249,13 +270,13 @@ function showRun() {
   const facts = [["State", element("b", run.state, run.state)], ["Progress", place(rows)], ["Loss", short(last.loss)],
     ["Throughput", Number.isFinite(last.rows_per_second) ? Math.round(last.rows_per_second).toLocaleString() + " rows/s" : ""],
     ["Stages", stageLinks(run)], ["Timeline", timeline(run, id)], ["Started", time(run.started)], ["Ended", time(run.ended)], ["By", run.user]];
-  get("facts").replaceChildren(...facts.filter(([, value]) => value instanceof Node ? value.textContent : value)
+  settle(get("facts"), ...facts.filter(([, value]) => value instanceof Node ? value.textContent : value)
     .map(([name, value]) => {
       const made = element("div");
       made.append(element("span", name), value instanceof Node ? value : document.createTextNode(value));
       return made;
     }));
-  get("charts").replaceChildren(...curves(rows).map(([title, lines]) => chart(title, lines)));
+  settle(get("charts"), ...curves(rows).map(([title, lines]) => chart(title, lines)));
   showRanks((rows.get("ranks") || {}).ranks || []);
   const events = named(rows, "event/");
   table("events", [["When"], ["What"], ["Why"]], events.map((one) => ({ cells: [time(one.time), one.what, one.reason] })));

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! JPEG files.
+
+use zune_jpeg::JpegDecoder;
+use zune_jpeg::zune_core::bytestream::ZCursor;
+use zune_jpeg::zune_core::colorspace::ColorSpace;
+use zune_jpeg::zune_core::options::DecoderOptions;
+
+use crate::decoder::affordable;
+use crate::error::{Error, Result};
+use crate::exif::orientation;
+use crate::pixels::Pixels;
+use crate::steps::Mode;
+
+/// First bytes of a file.
+pub(crate) const SIGNATURE: &[u8] = b"\xFF\xD8\xFF";
+
+const EXIF: &[u8] = b"Exif\0\0";
+const XMP: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
+const TURNED: &[u8] = b"tiff:Orientation";
+const ADOBE: &[u8] = b"Adobe";
+const END: &[u8] = b"\xFF\xD9";
+
+/// Content of the segments before the first scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Header {
+    width: u16,
+    height: u16,
+    /// Components: 1 is gray, 3 are luma and chroma.
+    components: u8,
+    orientation: u16,
+    /// The first byte of the first scan.
+    scan: usize,
+}
+
+const fn odd(kind: &'static str) -> Error {
+    Error::Kind { kind }
+}
+
+/// The next segment from `at` on: its marker, its content, and where the next one is.
+fn segment(file: &[u8], at: usize) -> Option<(u8, &[u8], usize)> {
+    let rest = file.get(at..)?;
+    let filled = rest.iter().take_while(|byte| **byte == 0xFF).count();
+    let marker = *rest.get(filled).filter(|_| filled > 0)?;
+    let start = at + filled + 1;
+    let length = usize::from(u16::from_be_bytes(file.get(start..start + 2)?.try_into().ok()?));
+    Some((marker, file.get(start + 2..start + length.max(2))?, start + length.max(2)))
+}
+
+/// Reads the segments before the first scan.
+///
+/// # Errors
+/// A kind of JPEG that is rare.
+fn header(file: &[u8]) -> Result<Header> {
+    let cut = || Error::damaged("it ends before its first scan");
+    let (mut at, mut frame, mut exif, mut xmp) = (2, None, None, false);
+    loop {
+        let (marker, content, next) = segment(file, at).ok_or_else(cut)?;
+        match marker {
+            0xDA => {
+                let (width, height, components) = frame.ok_or_else(cut)?;
+                let turned = match exif {
+                    Some(exif) => orientation(exif).map_err(|()| odd("a JPEG with odd EXIF metadata"))?,
+                    None => None,
+                };
+                if turned.is_none() && xmp {
+                    return Err(odd("a JPEG that XMP metadata says to turn"));
+                }
+                return Ok(Header {
+                    width,
+                    height,
+                    components,
+                    orientation: turned.unwrap_or(1),
+                    scan: next,
+                });
+            }
+            0xC0..=0xC2 if frame.is_none() => {
+                let [precision, high, low, wide, narrow, components, rest @ ..] = content else {
+                    return Err(cut());
+                };
+                let ids: Vec<u8> =
+                    rest.chunks(3).filter_map(|component| component.first().copied()).collect();
+                match (precision, components, ids.as_slice()) {
+                    (8, 3, b"RGB") => return Err(odd("a JPEG that stores red, green and blue")),
+                    (8, 1 | 3, _) => {}
+                    (8, _, _) => return Err(odd("a JPEG of four colors")),
+                    _ => return Err(odd("a JPEG of more than 8 bits")),
+                }
+                let size = (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
+                if size.0 == 0 || size.1 == 0 {
+                    return Err(odd("a JPEG that does not say its size"));
+                }
+                frame = Some((size.0, size.1, *components));
+            }
+            // Tables of Huffman codes and of arithmetic coding have numbers of frames.
+            0xC4 | 0xCC => {}
+            0xC0..=0xCF => return Err(odd("a JPEG that is lossless, arithmetic or hierarchical")),
+            0xE1 if content.starts_with(EXIF) => {
+                let before = exif.replace(content.get(EXIF.len()..).unwrap_or_default());
+                if before.is_some() {
+                    return Err(odd("a JPEG with EXIF metadata in parts"));
+                }
+            }
+            0xE1 if content.starts_with(XMP) => {
+                xmp |= content.windows(TURNED.len()).any(|text| text == TURNED);
+            }
+            // The last byte says how colors are stored: 1 is luma and chroma.
+            0xEE if content.starts_with(ADOBE) && content.get(11).is_some_and(|how| *how != 1) => {
+                return Err(odd("a JPEG whose Adobe segment names another color space"));
+            }
+            0xD9 => return Err(cut()),
+            _ => {}
+        }
+        at = next;
+    }
+}
+
+/// Decodes a file for a mode; returns its orientation. A file is left to others if it is at least `small` pixels high and
+/// wide: they can decode it at a part of its size.
+///
+/// # Errors
+/// Files that are damaged, large, or of a rare kind.
+pub(crate) fn decode(file: &[u8], mode: Mode, small: u32, image: &mut Pixels) -> Result<u16> {
+    let header = header(file)?;
+    let (width, height) = (u32::from(header.width), u32::from(header.height));
+    affordable(width, height)?;
+    if width.min(height) >= small {
+        return Err(odd("a JPEG that is decoded faster at a part of its size"));
+    }
+    // Without an end, the last rows may be missing.
+    if !file
+        .get(header.scan..)
+        .is_some_and(|rest| rest.ends_with(END) || rest.windows(2).any(|two| two == END))
+    {
+        return Err(Error::damaged("it is truncated"));
+    }
+    let gray = header.components == 1 || mode == Mode::Gray;
+    let (colors, channels) = if gray { (ColorSpace::Luma, 1) } else { (ColorSpace::RGB, 3) };
+    let options = DecoderOptions::default().set_strict_mode(true).jpeg_set_out_colorspace(colors);
+    let options = options.set_max_width(usize::from(u16::MAX)).set_max_height(usize::from(u16::MAX));
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
+    decoder.decode_headers().map_err(Error::damaged)?;
+    image.resize(width, height, channels);
+    if decoder.output_buffer_size() != Some(image.bytes.len()) {
+        return Err(odd("a JPEG whose parts disagree about its size"));
+    }
+    decoder.decode_into(&mut image.bytes).map_err(Error::damaged)?;
+    Ok(header.orientation)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Markers and contents.
+    type Segments<'a> = &'a [(u8, &'a [u8])];
+
+    /// Segments of a file up to its first scan.
+    fn file(segments: Segments<'_>) -> Vec<u8> {
+        let mut bytes = b"\xFF\xD8".to_vec();
+        for (marker, content) in segments {
+            bytes.extend([0xFF, *marker]);
+            bytes.extend(u16::try_from(content.len() + 2).unwrap().to_be_bytes());
+            bytes.extend(*content);
+        }
+        bytes
+    }
+
+    const COLORS: &[u8] = b"\x08\x01\x00\x02\x00\x03\x01\x22\x00\x02\x11\x01\x03\x11\x01";
+    const TURN: &[u8] = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0";
+
+    #[test]
+    fn size_components_and_orientation_are_read() {
+        let bytes = file(&[(0xE0, b"JFIF\0"), (0xE1, TURN), (0xC4, b""), (0xC2, COLORS), (0xDA, b"\x01")]);
+        let wanted = Header { width: 512, height: 256, components: 3, orientation: 6, scan: bytes.len() };
+        assert_eq!(header(&bytes).unwrap(), wanted);
+        let plain = file(&[(0xC0, b"\x08\x00\x01\x00\x02\x01\x01\x11\x00"), (0xDA, b"")]);
+        let found = header(&plain).unwrap();
+        assert_eq!((found.width, found.height, found.components, found.orientation), (2, 1, 1, 1));
+    }
+
+    #[test]
+    fn what_is_rare_or_cut_is_left_to_others() {
+        let xmp = b"http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation=\"6\"/>";
+        let cases: [(Segments<'_>, &str); 14] = [
+            (&[(0xC0, b"\x08\x01\x00\x02\x00\x04\x01\x11\x00")], "four colors"),
+            (&[(0xC1, b"\x0c\x01\x00\x02\x00\x03\x01\x11\x00")], "more than 8 bits"),
+            (&[(0xC0, b"\x08\x01\x00\x02\x00\x03R\x11\x00G\x11\x00B\x11\x00")], "red, green and blue"),
+            (&[(0xC0, b"\x08\x00\x00\x02\x00\x01\x01\x11\x00")], "does not say its size"),
+            (&[(0xC9, COLORS)], "arithmetic"),
+            (&[(0xC3, COLORS)], "lossless"),
+            (&[(0xEE, b"Adobe\0\x64\0\0\0\0\0")], "Adobe"),
+            (&[(0xE1, TURN), (0xE1, TURN)], "in parts"),
+            (&[(0xE1, b"Exif\0\0XX"), (0xC0, COLORS), (0xDA, b"")], "odd EXIF"),
+            (&[(0xE1, xmp), (0xC0, COLORS), (0xDA, b"")], "XMP"),
+            (&[(0xC0, COLORS)], "ends before"),
+            (&[(0xDA, b"")], "ends before"),
+            (&[(0xD9, b"")], "ends before"),
+            (&[], "ends before"),
+        ];
+        for (segments, told) in cases {
+            let error = header(&file(segments)).unwrap_err().to_string();
+            assert!(error.contains(told), "{error} instead of {told}");
+        }
+        assert!(
+            header(&file(&[(0xE1, xmp), (0xE1, TURN), (0xC0, COLORS), (0xDA, b"")])).is_ok(),
+            "EXIF comes first"
+        );
+        assert!(header(&file(&[(0xEE, b"Adobe\0\x64\0\0\0\0\x01"), (0xC0, COLORS), (0xDA, b"")])).is_ok());
+    }
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Decoded pixels, and their color modes.
+
+use crate::steps::Mode;
+
+/// An image of 8 bits a channel, row by row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Pixels {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) channels: usize,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Pixels {
+    /// Bytes of a row.
+    pub(crate) fn row(&self) -> usize {
+        self.width as usize * self.channels
+    }
+
+    /// Takes another size, with any values.
+    pub(crate) fn resize(&mut self, width: u32, height: u32, channels: usize) {
+        (self.width, self.height, self.channels) = (width, height, channels);
+        self.bytes.resize(width as usize * height as usize * channels, 0);
+    }
+
+    /// Converts to a mode; `spare` takes the memory of before.
+    pub(crate) fn convert(&mut self, mode: Mode, spare: &mut Vec<u8>) {
+        let count = self.bytes.len() / self.channels.max(1);
+        let wanted = mode.channels();
+        if self.channels == wanted {
+            return;
+        }
+        spare.resize(count * wanted, 0);
+        let pixels = spare.chunks_exact_mut(wanted).zip(self.bytes.chunks_exact(self.channels.max(1)));
+        match mode {
+            // The alpha channel is left out.
+            Mode::Rgb if self.channels > 3 => {
+                pixels.for_each(|(to, from)| to.copy_from_slice(from.get(..3).unwrap_or(&[0; 3])));
+            }
+            Mode::Rgb => pixels.for_each(|(to, from)| to.fill(from.first().copied().unwrap_or_default())),
+            Mode::Gray => pixels.for_each(|(to, from)| {
+                let value = match *from {
+                    [red, green, blue, ..] => luma(red, green, blue),
+                    [gray, ..] => gray,
+                    [] => 0,
+                };
+                to.fill(value);
+            }),
+        }
+        std::mem::swap(&mut self.bytes, spare);
+        self.channels = wanted;
+    }
+}
+
+/// Luma of ITU-R 601-2, as Pillow computes it.
+fn luma(red: u8, green: u8, blue: u8) -> u8 {
+    let sum = u32::from(red) * 19595 + u32::from(green) * 38470 + u32::from(blue) * 7471 + 0x8000;
+    sum.to_le_bytes()[2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn converted(channels: usize, bytes: &[u8], mode: Mode) -> Vec<u8> {
+        let mut image = Pixels { width: 1, height: 1, channels, bytes: bytes.to_vec() };
+        image.convert(mode, &mut Vec::new());
+        image.bytes
+    }
+
+    #[test]
+    fn modes_are_converted_and_alpha_is_left_out() {
+        assert_eq!(converted(1, &[7], Mode::Rgb), [7, 7, 7]);
+        assert_eq!(converted(2, &[7, 9], Mode::Rgb), [7, 7, 7]);
+        assert_eq!(converted(2, &[7, 9], Mode::Gray), [7]);
+        assert_eq!(converted(4, &[1, 2, 3, 9], Mode::Rgb), [1, 2, 3]);
+        assert_eq!(converted(3, &[255, 255, 255], Mode::Gray), [255]);
+        assert_eq!(converted(4, &[255, 0, 0, 9], Mode::Gray), [76]);
+        assert_eq!(converted(3, &[0, 255, 0], Mode::Gray), [150]);
+        assert_eq!(converted(3, &[0, 0, 255], Mode::Gray), [29]);
+    }
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Memory of a process that reads values which decode to much more than their file has. One test: it measures the
+//! process.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use arrow::array::{ArrayRef, BinaryArray, RecordBatch};
+use arrow::datatypes::{DataType, Field, Schema};
+use farandole_reader::{Dataset, Error, Next, Options, Reader};
+use farandole_store::Store;
+use parquet::arrow::ArrowWriter;
+use parquet::basic::Encoding;
+use parquet::file::properties::{WriterProperties, WriterPropertiesBuilder};
+
+const MIB: usize = 1 << 20;
+const BUDGET: usize = 32 * MIB;
+
+/// Returns a size of this process that the system tells, in bytes.
+fn told(name: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() << 10
+}
+
+/// Writes a value of one mebibyte to so many rows. The file has it once.
+fn write(url: &str, rows: usize, properties: WriterPropertiesBuilder) {
+    let schema = Arc::new(Schema::new(vec![Field::new("x", DataType::Binary, false)]));
+    let properties = properties.set_dictionary_page_size_limit(4 * MIB).set_write_batch_size(1);
+    let properties = properties.set_data_page_size_limit(64 * MIB).build();
+    let mut writer = ArrowWriter::try_new(Vec::new(), Arc::clone(&schema), Some(properties)).unwrap();
+    let value: ArrayRef = Arc::new(BinaryArray::from_iter_values([vec![7_u8; MIB]]));
+    for _ in 0..rows {
+        writer.write(&RecordBatch::try_new(Arc::clone(&schema), vec![Arc::clone(&value)]).unwrap()).unwrap();
+    }
+    let bytes = writer.into_inner().unwrap();
+    assert!(bytes.len() < 3 * MIB, "{} bytes", bytes.len());
+    Store::open(url).unwrap().write("0.parquet", bytes.into()).unwrap();
+}
+
+/// Reads all rows, one in a batch; returns their number, and the bytes that the process has at most.
+fn read(url: &str) -> (Result<usize, Error>, usize) {
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let dataset = Arc::new(Dataset::open(url).unwrap());
+    let columns = Some(vec!["x".to_owned()]);
+    let options = Options { columns, batch_size: 1, byte_budget: BUDGET as u64, ..Options::default() };
+    let epoch = Reader::new(dataset, options).unwrap().epoch(0, 0).unwrap();
+    let mut rows = 0;
+    let done = loop {
+        match epoch.next(Duration::from_secs(30)) {
+            Ok(Next::Batch(batch)) => {
+                assert_eq!(batch.texts(0).unwrap().1.len(), MIB);
+                rows += 1;
+            }
+            Ok(Next::End) => break Ok(rows),
+            Ok(Next::Pending) => unreachable!("no batch within 30 s"),
+            Err(error) => break Err(error),
+        }
+    };
+    drop(epoch);
+    (done, told("VmHWM:"))
+}
+
+#[test]
+fn values_that_are_stored_once_take_no_more_memory_than_the_budget_lets_them() {
+    let once = WriterProperties::builder();
+    write("memory://dictionary", 100, once);
+    let prefixes = WriterProperties::builder().set_dictionary_enabled(false);
+    write("memory://prefixes", 400, prefixes.set_encoding(Encoding::DELTA_BYTE_ARRAY));
+    let before = told("VmRSS:");
+
+    let (rows, most) = read("memory://dictionary");
+    assert_eq!(rows.unwrap(), 100);
+    let more = most.saturating_sub(before);
+    assert!(more < 64 * MIB, "a dictionary of {MIB} bytes: {more}");
+
+    // Four budgets at most, those of the last piece, and half as much that a vector keeps when it grows.
+    let (rows, most) = read("memory://prefixes");
+    let error = rows.unwrap_err().to_string();
+    assert!(
+        error.contains("its rows take more than 134217728 bytes, the byte budget is 33554432"),
+        "{error}"
+    );
+    let more = most.saturating_sub(before);
+    assert!(more < 6 * BUDGET, "a page of {MIB} bytes: {more}");
+}
