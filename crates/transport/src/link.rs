@@ -55,13 +55,14 @@ pub trait LinkSender: Send {
         let _ = bytes;
     }
 
-    /// Whether the link is one that is opened at its first use: see [`Mesh::open_on_demand`](crate::Mesh::open_on_demand).
-    /// It stays one when it is open.
+    /// Returns true for a link that is opened at its first use, see [`Mesh::open_on_demand`](crate::Mesh::open_on_demand).
+    /// The value stays true after the link has opened.
     fn is_on_demand(&self) -> bool {
         false
     }
 
-    /// Begins to open such a link, if nobody has begun. Other links are open.
+    /// Starts to open a link that is opened at its first use, unless its opening has started. Does nothing for other
+    /// links, because they are open.
     fn ask(&mut self) {}
 }
 

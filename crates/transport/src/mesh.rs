@@ -302,13 +302,13 @@ impl Mesh {
         Ok(())
     }
 
-    /// Whether a rank is on this machine.
+    /// Returns true if a rank is on this machine.
     fn is_near(&self, rank: Rank) -> bool {
         let host = self.host(rank);
         host.is_some_and(|host| host.machine() == self.options.host.machine())
     }
 
-    /// Where a rank listens, in the order in which to try.
+    /// Returns the addresses at which a rank listens, in the order in which they are tried.
     fn addresses(&self, rank: Rank) -> Vec<SocketAddr> {
         let card = self.cards.get(rank.index());
         card.map(|card| addresses::ordered(&card.addresses, self.is_near(rank))).unwrap_or_default()

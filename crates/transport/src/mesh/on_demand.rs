@@ -88,7 +88,7 @@ impl Dials {
     }
 }
 
-/// How a peer is reached.
+/// Addresses and options with which a peer is dialled.
 pub(super) struct Way {
     pub(super) addresses: Vec<SocketAddr>,
     /// Connections of a link.

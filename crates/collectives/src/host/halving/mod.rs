@@ -71,7 +71,7 @@ struct Work {
     stages: usize,
     /// The present step; none before it was looked up.
     stage: Option<(usize, Stage)>,
-    /// Of the whole chunk; empty when results are made.
+    /// Partials of the whole chunk. Empty when the results are computed.
     partials: Vec<u8>,
 }
 

@@ -28,7 +28,7 @@ pub(super) struct Stage {
     pub(super) host: usize,
     /// Bytes of elements, from the start of the chunk, whose partials are received and joined here.
     pub(super) keep: Range<usize>,
-    /// Those whose partials are joined there.
+    /// Bytes of elements whose partials are sent to the other host and joined there.
     pub(super) give: Range<usize>,
     /// Whether the own partial is the earlier of the two in the order of sums.
     pub(super) is_earlier: bool,
