@@ -338,7 +338,7 @@ mod tests {
     }
 
     /// Connections of each rank to other hosts: heartbeats, negotiation, and links for data that were open at the start or
-    /// that allreduces of these bytes have opened.
+    /// that the barrier at the end of `init` and allreduces of these bytes have opened.
     fn sockets(ranks: &[usize], rules: &str, bytes: &[usize]) -> Vec<usize> {
         let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
         let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
@@ -361,6 +361,10 @@ mod tests {
                 });
                 data.extend(peers.filter(is_far));
             }
+            let distances = std::iter::successors(Some(1), |distance| Some(distance * 2));
+            let barrier = distances.take_while(|distance| *distance < size);
+            let tokens = barrier.flat_map(|distance| [distance, size - distance]);
+            data.extend(tokens.map(|distance| (own.index() + distance) % size).filter(is_far));
             let beats = heartbeats(&machines, *own);
             let beats = beats.into_iter().map(Rank::index).filter(is_far).count();
             let is_edge = |(member, parent): (usize, &Option<u32>)| {
@@ -379,9 +383,10 @@ mod tests {
         let most = |ranks: &[usize], rules: &str| {
             sockets(ranks, rules, &[4, 64 << 10, 1 << 20, 64 << 20]).into_iter().max().unwrap()
         };
-        assert_eq!(most(&[8; 64], "doubling:65536,hierarchy"), 63 + 11 + 6);
-        assert_eq!(most(&[8; 64], "auto"), 11 + 11 + 6);
-        assert_eq!(most(&[8; 64], "doubling:65536,halving"), 11 + 11 + 6);
+        // The first and the last rank of a host exchange tokens of the barrier with three more ranks.
+        assert_eq!(most(&[8; 64], "doubling:65536,hierarchy"), 63 + 3 + 11 + 6);
+        assert_eq!(most(&[8; 64], "auto"), 11 + 3 + 11 + 6);
+        assert_eq!(most(&[8; 64], "doubling:65536,halving"), 11 + 3 + 11 + 6);
         // No power of two: hosts of the same place meet others than those that exchange heartbeats.
         for hosts in [33, 48, 63] {
             let found = most(&vec![8; hosts], "auto");
