@@ -3,6 +3,8 @@
 
 //! Whole chunks decoded by the Parquet library: types and encodings that are rare.
 
+use std::sync::Arc;
+
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
@@ -13,6 +15,7 @@ use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReader
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
+use parquet::file::serialized_reader::SerializedPageReader;
 
 use crate::column::Selected;
 use crate::error::{Error, Result};
@@ -20,7 +23,7 @@ use crate::fill::filled;
 use crate::footer::{Fetched, Footer, chunk_range, view_of};
 use crate::lists::read_list;
 use crate::origin::Origin;
-use crate::pages::{Claims, claims};
+use crate::pages::{Claims, check_lengths, claims};
 use crate::schema::shape_of;
 use crate::texts::Stored;
 
@@ -138,8 +141,15 @@ impl Source<'_> {
         let bytes = self.fetched.slice(range.start, usize::try_from(range.end - range.start).ok());
         let bytes = bytes.map_err(|source| self.origin.parquet(source))?;
         let values = usize::try_from(chunk.num_values()).unwrap_or(usize::MAX);
-        let found = claims(&bytes, values, self.most);
-        found.map_err(|what| self.origin.parquet(ParquetError::General(what)))
+        let wrong = |source| self.origin.parquet(source);
+        let found = claims(&bytes, values, self.most).map_err(|what| wrong(ParquetError::General(what)))?;
+        if found.lengths {
+            let column = self.footer.parquet_schema().column(self.leaf);
+            let levels = (column.max_def_level(), column.max_rep_level());
+            let pages = SerializedPageReader::new(Arc::new(self.fetched.clone()), chunk, 0, None);
+            pages.and_then(|mut pages| check_lengths(&mut pages, levels, self.most)).map_err(wrong)?;
+        }
+        Ok(found)
     }
 }
 
@@ -233,8 +243,6 @@ fn values(array: &ArrayRef, selected: &Selected, origin: &Origin<'_>) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use arrow::array::BinaryArray;
     use farandole_store::Store;
     use parquet::arrow::ArrowWriter;

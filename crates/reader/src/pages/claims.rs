@@ -8,6 +8,8 @@ use crate::pages::thrift::{PageKind, page_header};
 /// Encodings in which a value takes no more bytes than its page, or its dictionary, has: PLAIN, PLAIN_DICTIONARY,
 /// DELTA_LENGTH_BYTE_ARRAY and RLE_DICTIONARY.
 const WHOLE: [i64; 4] = [0, 2, 6, 8];
+/// Encodings whose pages begin with lengths: DELTA_LENGTH_BYTE_ARRAY and DELTA_BYTE_ARRAY.
+const LENGTHS: [i64; 2] = [6, 7];
 
 /// Sizes of a chunk, as its pages state them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,6 +27,8 @@ pub(crate) struct Claims {
     pub(crate) longest: usize,
     /// Whether values of some page are not compressed, although those of others may be.
     pub(crate) open: bool,
+    /// Whether some page has lengths before its values, of which its header says nothing.
+    pub(crate) lengths: bool,
 }
 
 /// Checks the pages of `chunk` until all of its `values` have come: no page may take more than `most` bytes.
@@ -64,6 +68,7 @@ pub(crate) fn claims(chunk: &[u8], values: usize, most: usize) -> Result<Claims,
                     found.prefixes = true;
                     found.longest = found.longest.max(header.uncompressed);
                 }
+                found.lengths |= LENGTHS.contains(&header.encoding);
                 found.open |= matches!(header.kind, PageKind::DataV2 { compressed: false, .. });
             }
             PageKind::Other => {}

@@ -10,11 +10,13 @@ mod chunk;
 mod claims;
 mod codec;
 mod hybrid;
+mod lengths;
 mod spots;
 mod thrift;
 mod values;
 
 pub(crate) use chunk::{Bench, Chunk, Levels, Trouble, decode};
 pub(crate) use claims::{Claims, claims};
+pub(crate) use lengths::check_lengths;
 pub(crate) use spots::{Lost, Spots, find, ranges};
 pub(crate) use values::Stored;

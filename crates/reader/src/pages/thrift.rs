@@ -53,7 +53,8 @@ pub(crate) enum Wrong {
 
 type Read<T> = Result<T, Wrong>;
 
-struct Bytes<'a> {
+/// Bytes that are read from the start to the end.
+pub(super) struct Bytes<'a> {
     bytes: &'a [u8],
     at: usize,
 }
@@ -64,14 +65,18 @@ struct Field {
     kind: u8,
 }
 
-impl Bytes<'_> {
-    fn byte(&mut self) -> Read<u8> {
+impl<'a> Bytes<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    pub(super) fn byte(&mut self) -> Read<u8> {
         let byte = *self.bytes.get(self.at).ok_or(Wrong::Short)?;
         self.at += 1;
         Ok(byte)
     }
 
-    fn varint(&mut self) -> Read<u64> {
+    pub(super) fn varint(&mut self) -> Read<u64> {
         let mut value = 0_u64;
         for shift in (0..64).step_by(7) {
             let byte = self.byte()?;
@@ -83,7 +88,7 @@ impl Bytes<'_> {
         Err(Wrong::Garbage)
     }
 
-    fn integer(&mut self) -> Read<i64> {
+    pub(super) fn integer(&mut self) -> Read<i64> {
         let value = self.varint()?;
         Ok((value >> 1).cast_signed() ^ -((value & 1).cast_signed()))
     }
@@ -108,7 +113,7 @@ impl Bytes<'_> {
         Ok(Field { id, kind })
     }
 
-    fn skip_bytes(&mut self, count: u64) -> Read<()> {
+    pub(super) fn skip_bytes(&mut self, count: u64) -> Read<()> {
         let count = usize::try_from(count).map_err(|_| Wrong::Garbage)?;
         self.at = self.at.checked_add(count).ok_or(Wrong::Garbage)?;
         if self.at <= self.bytes.len() { Ok(()) } else { Err(Wrong::Short) }
@@ -176,7 +181,7 @@ fn count(number: Option<i64>) -> Read<usize> {
 
 /// Reads the header of a page; returns its length, too.
 pub(crate) fn page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
-    let mut bytes = Bytes { bytes, at: 0 };
+    let mut bytes = Bytes::new(bytes);
     let (mut kind, mut uncompressed, mut compressed, mut crc) = (None, None, None, None);
     let (mut v1, mut dictionary, mut v2) = ([None; 5], [None; 3], [None; 8]);
     bytes.each(|bytes, field| {
@@ -236,7 +241,7 @@ pub(crate) fn page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
 
 /// Reads an offset index.
 pub(crate) fn offset_index(bytes: &[u8]) -> Read<Vec<Location>> {
-    let mut bytes = Bytes { bytes, at: 0 };
+    let mut bytes = Bytes::new(bytes);
     let mut found = Vec::new();
     bytes.each(|bytes, field| {
         if (field.id, field.kind) != (1, 9) {
