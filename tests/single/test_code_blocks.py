@@ -35,6 +35,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/exporting.md", "python"): {"tests/single/test_exporting_page.py": {0, 1, 2}},
     ("docs/user-guide/jax.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/logging.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
+    ("docs/user-guide/lightning.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
     ("docs/user-guide/moving-from-horovod.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
     ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/preparing-data.md", "python"): {"tests/single/test_data_pages.py": {0, 1, 2, 3, 4}},
@@ -49,6 +50,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     },
     ("docs/user-guide/running/other-launchers.md", "sh"): {"tests/launch/test_started.py": {1}},
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
+    ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
     ("docs/user-guide/tuning.md", "python"): {"tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}},
 }
 """By page and language: which test executes which blocks."""

@@ -103,48 +103,95 @@ def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
 
 
 PERFETTO = """
+<body></body>
 <script>
 window.addEventListener("message", (event) => {
   if (event.data === "PING") event.source.postMessage("PONG", event.origin);
-  else document.title = `${event.data.perfetto.title}: ${new TextDecoder().decode(event.data.perfetto.buffer)}`;
+  else {
+    const { title, buffer } = event.data.perfetto;
+    document.body.textContent = `${title}: ${new TextDecoder().decode(buffer)}`;
+  }
 });
 </script>
 """
+TRACE = '{"traceEvents":[]}'
 
 
-def test_a_timeline_opens_in_perfetto_and_is_downloaded(page, shown, tmp_path):
-    directory = write_run(tmp_path, "traced")
-    trace = '{"traceEvents":[]}'
-    (directory / "timeline.json").write_text(trace)
-    write_run(tmp_path, "plain")
+def traced(page: Page, link: str, store: Path) -> None:
+    """Opens the page of a run with a timeline."""
+    (write_run(store, "traced") / "timeline.json").write_text(TRACE)
+    ready(page, f"{link}#/run/0%2Ftraced")
+    page.wait_for_selector("[data-section=Timeline]")
+
+
+def test_perfetto_shows_a_timeline_in_the_page_and_keeps_it_over_a_refresh(page, errors, shown, tmp_path):
+    page.context.route("https://**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html"))
     link = shown()
-    page.context.route(
-        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
-    )
+    for run in ("plain", "traced"):  # both before the viewer lists the store
+        write_run(tmp_path, run)
     ready(page, f"{link}#/run/0%2Fplain")
     page.wait_for_selector("figure canvas")
     assert page.locator("[data-section=Timeline]").count() == 0
-    ready(page, f"{link}#/run/0%2Ftraced")
-    page.wait_for_selector("[data-section=Timeline]")
+    traced(page, link, tmp_path)
+    page.click("text=Open in Perfetto")
+    frame = page.frame_locator("[data-section=Timeline] iframe")
+    frame.locator(f"body:text-is('traced: {TRACE}')").wait_for()
+    assert page.locator("iframe").get_attribute("src") == "https://ui.perfetto.dev/#!/?mode=embedded"
+    page.evaluate("window.held = document.querySelector('iframe')")
+    (write_run(tmp_path, "traced", reason="a section above", state="failed") / "timeline.json").write_text(TRACE + " ")
+    page.wait_for_selector("[data-section='Why it failed']")
+    page.wait_for_selector("text=Download (19 B)")
+    assert page.evaluate("document.querySelector('iframe') === window.held")
+    assert frame.locator("body").inner_text() == f"traced: {TRACE}", "the frame was not loaded again"
+    page.click("text=Open in Perfetto")
+    frame.locator("body:has-text('traced')").wait_for()
+    assert page.locator("iframe").count() == 1
+    assert not errors
+    for other in ("https://perfetto.dev/", "https://ui.perfetto.dev.example/"):
+        page.evaluate(f"document.body.append(Object.assign(document.createElement('iframe'), {{src: {other!r}}}))")
+        page.wait_for_timeout(200)
+        assert "Content Security Policy" in errors.pop()
+
+
+def test_a_timeline_opens_in_a_window_of_perfetto_and_is_downloaded(page, shown, tmp_path):
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html")
+    )
+    traced(page, shown(), tmp_path)
     with page.expect_popup() as opened:
-        page.click("text=Open in Perfetto")
-    opened.value.wait_for_function("document.title !== ''")
-    assert opened.value.title() == f"traced: {trace}"
+        page.click("text=Open in a window")
+    opened.value.wait_for_selector(f"body:text-is('traced: {TRACE}')")
     with page.expect_download() as download:
         page.click("[data-section=Timeline] a")
-    assert open(download.value.path()).read() == trace  # noqa: SIM115 - the browser's own copy
+    assert open(download.value.path()).read() == TRACE  # noqa: SIM115 - the browser's own copy
     assert download.value.suggested_filename == "timeline.json"
 
 
-def test_without_perfetto_the_page_says_to_download_the_timeline(page, errors, shown, tmp_path):
-    (write_run(tmp_path, "traced") / "timeline.json").write_text("{}")
+def test_without_perfetto_a_sentence_and_a_download_replace_the_frame(page, errors, shown, tmp_path):
     page.context.route("https://ui.perfetto.dev/**", lambda route: route.abort())
     page.clock.install()
-    ready(page, f"{shown()}#/run/0%2Ftraced")
+    traced(page, shown(), tmp_path)
     page.click("text=Open in Perfetto")
+    page.wait_for_selector("iframe")
+    page.clock.fast_forward(11_000)
+    said = page.locator("[data-section=Timeline] [role=alert]")
+    said.wait_for()
+    assert "Perfetto does not answer" in said.inner_text()
+    assert page.locator("iframe").count() == 0
+    with page.expect_download() as download:
+        said.locator("a").click()
+    assert open(download.value.path()).read() == TRACE  # noqa: SIM115 - the browser's own copy
+    errors.clear()  # the browser's own, about the page that it cannot load
+
+
+def test_without_perfetto_the_page_says_to_download_the_timeline(page, errors, shown, tmp_path):
+    page.context.route("https://ui.perfetto.dev/**", lambda route: route.abort())
+    page.clock.install()
+    traced(page, shown(), tmp_path)
+    page.click("text=Open in a window")
     page.clock.fast_forward(11_000)
     page.wait_for_selector("#problem:has-text('Perfetto does not answer')")
-    errors.clear()  # the browser's own, about the page that it cannot load
+    errors.clear()  # as above
 
 
 def test_a_rank_has_columns_for_what_is_known_of_its_load(page, shown, tmp_path):

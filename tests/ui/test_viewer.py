@@ -64,6 +64,21 @@ def test_the_list_leads_to_a_run_and_its_curves(page, shown, tmp_path):
     page.wait_for_selector("text=straggler: rank 2 on c computes 2.1 times as long as the median")
 
 
+def test_times_of_runs_are_rounded_to_no_sixtieth_second_or_minute(page, shown, tmp_path):
+    times = {
+        9.94: "9.9 s", 59.6: "60 s", 99.4: "99 s", 119.6: "1 min 59 s", 119.999: "1 min 59 s", 120: "2 min 00 s",
+        3599.9: "59 min 59 s", 3600: "1 h 00 min", 7199.9: "1 h 59 min", 200_000: "2 d 7 h",
+    }  # fmt: skip
+    for at, took in enumerate(times):
+        write_run(tmp_path, f"run-{at}", epochs=1, started=1000, ended=1000 + round(took * 1000))
+    ready(page, shown())
+    head = page.locator(".runs thead th").all_inner_texts().index("Time")
+    names = page.locator("#rows a").all_inner_texts()
+    cells = page.locator(f"#rows tr > :nth-child({head + 1})").all_inner_texts()
+    told = dict(zip(names, cells, strict=True))
+    assert [told[f"run-{at}"] for at in range(len(times))] == list(times.values())
+
+
 def test_no_rank_is_marked_if_the_reduction_is_not_measured(page, shown, tmp_path):
     ranks = [{"rank": rank, "host": "a", "step_seconds": 0.1 * (1 + rank), "data_seconds": 0.01} for rank in range(3)]
     write_run(tmp_path, "keras", ranks=ranks)

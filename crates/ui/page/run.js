@@ -101,33 +101,65 @@ function events(record) {
 
 const PERFETTO = "https://ui.perfetto.dev";
 
-/** Milliseconds after which the page says that Perfetto does not answer. It continues to ask: the network may be slow. */
+/** Milliseconds after which the page says that Perfetto does not answer. */
 const PERFETTO_LATE = 10000;
+const NO_PERFETTO = "Perfetto does not answer. Without a network, download the timeline and open it in chrome://tracing.";
 
-/** Opens a trace in Perfetto by its protocol: the new window answers PING when it can take a trace. */
-function openInPerfetto(address, title) {
-  const other = window.open(PERFETTO);
-  if (!other) { problem("the browser has blocked the window of Perfetto; download the timeline and open it there"); return; }
-  const trace = fetch(address, { cache: "no-store" }).then(async (response) => {
-    if (!response.ok) throw new Error(await response.text());
-    return response.arrayBuffer();
-  });
-  const asking = setInterval(() => { if (other.closed) end(); else other.postMessage("PING", PERFETTO); }, 100);
-  const late = setTimeout(() => problem("Perfetto does not answer. Without a network, download the timeline and open it in chrome://tracing."), PERFETTO_LATE);
-  const end = () => { clearInterval(asking); clearTimeout(late); window.removeEventListener("message", heard); };
+async function traceAt(address) {
+  const response = await fetch(address, { cache: "no-store" });
+  if (!response.ok) throw new Error(await response.text());
+  return response.arrayBuffer();
+}
+
+/**
+ * Sends a trace to a page of Perfetto by its protocol: the page answers PING when it can take a trace. `late` is called if
+ * it does not answer in time, and `taken` when it has the trace.
+ */
+function sendToPerfetto(other, address, title, { isGone, isLoaded, late, taken, failed }) {
+  const trace = traceAt(address);
+  const ask = () => {
+    if (isGone()) end();
+    else if (isLoaded()) other.postMessage("PING", PERFETTO);
+  };
+  const asking = setInterval(ask, 100);
+  const waiting = setTimeout(() => late(end), PERFETTO_LATE);
+  const end = () => { clearInterval(asking); clearTimeout(waiting); window.removeEventListener("message", heard); };
   const heard = async (event) => {
     if (event.origin !== PERFETTO || event.source !== other || event.data !== "PONG") return;
     end();
-    problem("");
     try {
       const buffer = await trace;
       other.postMessage({ perfetto: { buffer, title, fileName: "timeline.json" } }, PERFETTO, [buffer]);
+      taken();
     } catch (error) {
-      problem(error.message);
+      failed(error.message);
     }
   };
   window.addEventListener("message", heard);
-  trace.catch((error) => { end(); problem(error.message); });
+  trace.catch((error) => { end(); failed(error.message); });
+}
+
+/** Opens a trace in a window of Perfetto. After the deadline the page continues to ask: the network may be slow. */
+function openPerfetto(address, title) {
+  const other = window.open(PERFETTO);
+  if (!other) { problem("the browser has blocked the window of Perfetto; download the timeline and open it there"); return; }
+  sendToPerfetto(other, address, title, {
+    isGone: () => other.closed, isLoaded: () => true, late: () => problem(NO_PERFETTO), taken: () => problem(""), failed: problem,
+  });
+}
+
+/** Shows a trace in a frame of Perfetto. If Perfetto does not answer, a sentence and a link replace the frame. */
+function embedPerfetto(place, address, title) {
+  // The frame may not navigate this page.
+  const rights = "allow-scripts allow-same-origin allow-downloads allow-forms allow-modals allow-popups allow-popups-to-escape-sandbox";
+  let loaded = false;
+  const load = () => { loaded = true; };
+  const frame = make("iframe", { class: "perfetto", src: `${PERFETTO}/#!/?mode=embedded`, title: "Timeline in Perfetto", sandbox: rights, load });
+  place.replaceChildren(frame);
+  const instead = (text) => frame.replaceWith(make("p", { role: "alert" }, text, " ", make("a", { href: address, download: "timeline.json" }, "Download the timeline")));
+  sendToPerfetto(frame.contentWindow, address, title, {
+    isGone: () => !frame.isConnected, isLoaded: () => loaded, late: (end) => { end(); instead(NO_PERFETTO); }, taken: () => {}, failed: instead,
+  });
 }
 
 /** The timeline of all ranks, if the run has one. */
@@ -135,10 +167,15 @@ function timeline(run, told) {
   const file = told.files.find((one) => one.path === "timeline.json");
   if (!file) return null;
   const address = `api/timeline?run=${encodeURIComponent(run)}`;
+  const title = told.summary.name;
+  // A refresh keeps the frame, also where it puts fresh buttons next to it.
+  const embed = () => embedPerfetto(document.querySelector("[data-section=Timeline] [data-kept]"), address, title);
   return section("Timeline", make("div", { class: "bar" },
-    make("button", { click: () => openInPerfetto(address, told.summary.name) }, "Open in Perfetto"),
+    make("button", { click: embed }, "Open in Perfetto"),
+    make("button", { click: () => openPerfetto(address, title) }, "Open in a window"),
     make("a", { class: "button", href: address, download: "timeline.json" }, `Download (${bytes(file.bytes)})`)),
-  make("p", {}, "Perfetto is a page of ui.perfetto.dev. It shows the trace in the browser and sends it nowhere. Without a network, download the trace and open it in chrome://tracing."));
+  make("p", {}, "Perfetto is a page of ui.perfetto.dev. It shows the trace in the browser and sends it nowhere. Without a network, download the trace and open it in chrome://tracing."),
+  make("div", { "data-kept": "" }));
 }
 
 /** The files of a run; texts can be read here. */

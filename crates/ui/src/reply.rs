@@ -14,9 +14,10 @@ use hyper::http::StatusCode;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The page's permissions in the browser: to run its own script, to ask this server, to draw.
+/// The page's permissions in the browser: to run its own script, to ask this server, to draw, to embed Perfetto.
 pub(crate) const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; \
-                                 connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'";
+                                 connect-src 'self'; frame-src https://ui.perfetto.dev; base-uri 'none'; \
+                                 form-action 'none'; frame-ancestors 'self'";
 
 /// Status, content and what kind it is of.
 #[derive(Clone, Debug)]

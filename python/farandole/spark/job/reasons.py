@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from farandole.runner.show.training import Training
     from farandole.spark.shim import Shim
 
-_EVERY = 0.5
+_EVERY = 0.25
 _WITHIN = 3.0
 """Seconds that Spark may take to say why an executor is gone whose worker has just been lost."""
 _LOOK = 0.05
@@ -41,7 +41,7 @@ class Word:
             shim.news()  # what was said of jobs before
 
     def look(self) -> None:
-        """Asks for news, every half second at most."""
+        """Asks for news, four times a second at most."""
         now = time.monotonic()
         if self._shim is not None and now >= self._next:
             self._next = now + _EVERY

@@ -9,7 +9,7 @@ import org.apache.spark.SparkContext;
 
 /** Asks Spark's scheduler which executors are being decommissioned: no event of a listener says so. */
 final class Decommissions {
-  private static final long EVERY_MILLIS = 500;
+  private static final long EVERY_MILLIS = 250;
 
   private final SparkContext context;
   private final Consumer<String> told;

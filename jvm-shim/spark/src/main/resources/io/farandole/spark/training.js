@@ -57,8 +57,9 @@ function link(path, text) {
 
 function seconds(value) {
   if (!Number.isFinite(value)) return "";
-  if (value < 0.001) return (value * 1e6).toFixed(0) + " µs";
-  if (value < 1) return (value * 1e3).toFixed(1) + " ms";
+  // The bounds are where the digits that are shown would round up to 1000.
+  if (value < 0.0009995) return (value * 1e6).toFixed(0) + " µs";
+  if (value < 0.99995) return (value * 1e3).toFixed(1) + " ms";
   if (value < 90) return value.toFixed(1) + " s";
   const minutes = Math.floor(value / 60);
   return minutes < 90 ? `${minutes} min ${Math.floor(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;

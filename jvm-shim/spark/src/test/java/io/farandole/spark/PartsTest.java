@@ -6,12 +6,15 @@ import static org.junit.jupiter.api.Assertions.assertDoesNotThrow;
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
+import java.io.BufferedReader;
 import java.io.IOException;
+import java.io.InputStreamReader;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
+import java.util.concurrent.TimeUnit;
 import org.apache.spark.util.kvstore.InMemoryStore;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.io.TempDir;
@@ -73,6 +76,38 @@ class PartsTest {
     assertEquals(List.of("12"), Orphans.workers("10", proc));
   }
 
+  /** Real processes. A shell has the mark of a worker as a word of its command, after the script. */
+  @Test
+  void anExecutorThatEndsKillsTheWorkersBelowItAndNoOtherProcess() throws Exception {
+    String waits = "while :; do sleep 0.1; done";
+    String starts = "sh -c '" + waits + "' farandole.runner.stand-in >&2 & echo $!";
+    Process worker = shell(waits, "farandole.runner.stand-in", "");
+    Process other = shell(waits, "another.program", "");
+    // The shell between has no mark, as the daemon of Spark's Python workers.
+    Process daemon = shell("eval \"$INNER\"", "pyspark.daemon", starts + "; wait");
+    Process ended = shell("eval \"$INNER\"", "sh", starts);
+    ProcessHandle below = told(daemon);
+    ProcessHandle elsewhere = told(ended);
+    try {
+      ended.waitFor();
+      assertTrue(ProcessHandle.current().descendants().noneMatch(elsewhere::equals), "it has another parent");
+      new ExecutorHalf().shutdown();
+      assertTrue(worker.waitFor(10, TimeUnit.SECONDS));
+      assertEquals(128 + 9, worker.exitValue());
+      below.onExit().get(10, TimeUnit.SECONDS);
+      assertTrue(daemon.waitFor(10, TimeUnit.SECONDS), "it has no worker to wait for");
+      assertEquals(0, daemon.exitValue());
+      assertTrue(other.isAlive());
+      assertTrue(elsewhere.isAlive(), "a worker of another executor of this host");
+    } finally {
+      for (Process one : List.of(worker, other, daemon)) {
+        one.destroyForcibly();
+      }
+      below.destroyForcibly();
+      elsewhere.destroyForcibly();
+    }
+  }
+
   @Test
   void modelsOfGpusAreRead(@TempDir Path driver) throws Exception {
     assertEquals(List.of(), ExecutorHalf.gpus(driver.resolve("absent")));
@@ -129,6 +164,18 @@ class PartsTest {
           throw new NoClassDefFoundError("of a vendor");
         };
     assertEquals("otherwise", Guard.made("a test", "otherwise", fails));
+  }
+
+  private static Process shell(String script, String name, String inner) throws IOException {
+    ProcessBuilder builder = new ProcessBuilder("sh", "-c", script, name);
+    builder.environment().put("INNER", inner);
+    return builder.start();
+  }
+
+  /** The process whose number another has written. */
+  private static ProcessHandle told(Process by) throws IOException {
+    String line = new BufferedReader(new InputStreamReader(by.getInputStream())).readLine();
+    return ProcessHandle.of(Long.parseLong(line)).orElseThrow();
   }
 
   private static void process(Path proc, String number, String parent, String command) throws IOException {
