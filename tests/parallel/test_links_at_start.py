@@ -67,7 +67,7 @@ def test_a_small_world_has_all_its_links_from_the_start() -> None:
 
 
 def test_links_open_when_an_operation_first_needs_them() -> None:
-    # A rank has 10 links to other hosts. It opens 4 at the start, and the barrier at the end of `init` opens one more. The
-    # allreduce uses one link to each other host, of which one is new. The alltoall uses all links.
+    # A rank has 10 links to other hosts. It opens 4 at the start, and the barrier at the end of `init` opens one more.
+    # The allreduce uses one link to each other host, of which one is new. The alltoall uses all links.
     assert sockets({"FARANDOLE_LINKS_AT_START": "0"}) == [[1, 5, 5]] * (RANKS - 1)
     assert sockets({"FARANDOLE_LINKS_AT_START": "0", "FARANDOLE_TCP_STREAMS": "2"}) == [[2, 10, 10]] * (RANKS - 1)
