@@ -19,6 +19,7 @@ class Fake:
 
     def __init__(self):
         self.alive, self.unused, self.others, self.trims = 100 * MIB, 0, 300 * MIB, 0
+        self.separated = 0
 
     def used(self):
         return self.alive
@@ -29,6 +30,9 @@ class Fake:
     def trim(self):
         self.unused = 0
         self.trims += 1
+
+    def separate(self):
+        self.separated += 1
 
 
 @pytest.fixture
@@ -73,6 +77,51 @@ def test_memory_that_a_step_frees_and_takes_again_is_kept(heap):
     for step in range(200):
         heap.alive, heap.unused = (100 * MIB, 900 * MIB) if step % 3 else (1000 * MIB, 0)
         assert clock.looks(0.25) is None
+
+
+def test_memory_that_comes_back_after_each_trim_is_allocated_apart(heap):
+    clock = Clock(heap)
+    for trims in range(1, 5):
+        assert heap.separated == 0
+        heap.unused = 200 * MIB
+        assert clock.looks(5)
+        assert heap.trims == trims
+    assert heap.separated == 1
+
+
+def test_a_trim_now_and_then_leaves_large_blocks_in_the_heap(heap):
+    clock = Clock(heap)
+    for _ in range(20):
+        heap.unused = 200 * MIB
+        assert clock.looks(5)
+        assert clock.looks(10) is None
+    assert (heap.trims, heap.separated) == (20, 0)
+
+
+BLOCKS = """
+import ctypes
+import sys
+from farandole.common.heap import Heap
+heap, library = Heap(), ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+if sys.argv[1] == "apart":
+    heap.separate()
+blocks = [library.malloc(8 << 20) for _ in range(8)]
+above = library.malloc(1000)
+for block in blocks:
+    ctypes.memset(block, 1, 8 << 20)
+full = heap.resident()
+for block in blocks:
+    library.free(block)
+print((full - heap.resident()) >> 20)
+"""
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_large_block_that_is_allocated_apart_goes_back_at_once(apart):
+    command = [sys.executable, "-c", BLOCKS, "apart" if apart else "together"]
+    done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) >= 60) == apart, done.stdout
 
 
 def test_a_large_program_may_keep_more(heap):

@@ -6,6 +6,10 @@ Workers keep memory that a training step frees, because the next step needs it a
 of another size may not fit into the holes, and one small live block keeps everything below it, so a program whose
 tensors change their sizes would grow without limit. Therefore a thread checks the heap regularly. Memory that was
 unused for some seconds is returned to the system if it is more than an eighth of the used memory.
+
+If this happens again and again, the holes never fit: the memory is back within a second, spread over the heap. Then
+large blocks get memory of their own, which is returned when they are freed. It costs page faults, so programs whose
+tensors keep their sizes never come to this.
 """
 
 from __future__ import annotations
@@ -35,6 +39,16 @@ _LEAST = 32 << 20
 _SHARE = 8
 """Unused memory may be up to this fraction of the memory in use: one eighth."""
 
+_CHURN = 4
+_CHURN_SECONDS = 30.0
+"""This many trims within this time mean that freed memory does not fit what is allocated next."""
+
+_OWN = 1 << 20
+"""Bytes from which a block then gets memory of its own."""
+
+_M_MMAP_THRESHOLD = -3
+"""The parameter of `mallopt(3)`."""
+
 _of_process: int | None = None
 
 
@@ -58,6 +72,7 @@ class Heap:
         self._info.restype = _Mallinfo
         self._trim = library.malloc_trim
         self._trim.argtypes = [ctypes.c_size_t]
+        self._option = library.mallopt
 
     def used(self) -> int:
         """Returns the bytes that the program has and has not freed."""
@@ -75,6 +90,10 @@ class Heap:
         """Returns unused memory to the system."""
         self._trim(0)
 
+    def separate(self) -> None:
+        """Gives large blocks, from now on, memory of their own."""
+        self._option(_M_MMAP_THRESHOLD, _OWN)
+
 
 class Watch:
     """Decides when to trim."""
@@ -85,6 +104,8 @@ class Watch:
         """Times of the last looks, each with the bytes that were resident and unused."""
         self._rest = 0
         """Bytes that a trim could not return, because other allocators hold them."""
+        self._trims: deque[float] = deque(maxlen=_CHURN)
+        """Times of the last trims."""
 
     def look(self, now: float) -> bool:
         """Returns one look, at this time in seconds; whether it trimmed."""
@@ -99,6 +120,10 @@ class Watch:
         self._heap.trim()
         self._looks.clear()
         self._rest = max(self._heap.resident() - self._heap.used(), 0)
+        self._trims.append(now)
+        if len(self._trims) == _CHURN and now - self._trims[0] <= _CHURN_SECONDS:
+            self._heap.separate()
+            self._trims.clear()
         return True
 
 
