@@ -62,8 +62,10 @@ def hosts(cell: Cell) -> list[str | None]:
     return [f"host{host}" for host in cell.hosts]
 
 
-def run(cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0) -> None:
-    """Runs the cell. That a new world starts right after is for the next one to show."""
+def run(
+    cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0, env: dict[str, str] | None = None
+) -> None:
+    """Runs the cell with these settings. That a new world starts right after is for the next one to show."""
     fault = FAULTS[cell.fault]
     before = _descriptors()
     plan = {
@@ -74,7 +76,7 @@ def run(cell: Cell, peer_timeout: float = PEER_TIMEOUT, stopped_for: float = 0.0
         "survivable": fault.survivable,
         "pause": peer_timeout * 1.5,
     }
-    with Pace() as pace, Job(hosts(cell), {"FARANDOLE_PEER_TIMEOUT": f"{peer_timeout}"}) as job:
+    with Pace() as pace, Job(hosts(cell), {"FARANDOLE_PEER_TIMEOUT": f"{peer_timeout}", **(env or {})}) as job:
         job.begin(plan)
         everybody = range(cell.ranks)
         working = job.until({"working", "failed", "unharmed"}, everybody, 30)

@@ -51,6 +51,19 @@ def test_on_16_hosts_ranks_hear_in_time_of_a_fault_that_only_7_of_them_see(fault
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.parametrize("operation", ["allreduce", "alltoall", "in a set"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "partition", "drop", "reset", "shutdown", "mismatch", "slow"])
+def test_ranks_whose_links_open_at_their_first_use_survive_a_fault_or_hear_of_it_in_time(
+    operation: str, fault: str
+) -> None:
+    if (operation, fault) == ("in a set", "mismatch"):
+        operation = "broadcast"
+    # With up to 8 ranks, the barrier at the end of `init` opens all links.
+    experiment.run(Cell(operation, fault, "tcp", 12), env={"FARANDOLE_LINKS_AT_START": "0"})
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_stopped_for_30_seconds_is_told_of_within_5_by_default(transport: str) -> None:
     experiment.run(Cell("allreduce", "stop", transport, 3), peer_timeout=5.0, stopped_for=30.0)

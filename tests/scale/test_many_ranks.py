@@ -30,6 +30,14 @@ assert (size, hvd.local_size(), hvd.cross_size()) == (ranks, ranks // hosts, hos
 COLLECTIVES: Final = (
     BEGIN
     + """
+def sockets():
+    descriptors = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(one).startswith("socket:") for one in descriptors if os.path.lexists(one))
+
+# Rank 0 holds the registrar, to which all ranks are connected.
+assert rank == 0 or sockets() <= 32, sockets()
+hvd.allreduce(np.ones(300_000, dtype=np.float32))
+assert rank == 0 or sockets() <= 40, sockets()
 for count in (1, 1000, 300_000):
     total = hvd.allreduce(np.arange(count, dtype=np.float32) % 100 + rank, op=hvd.Sum)
     assert np.array_equal(total, size * (np.arange(count) % 100) + size * (size - 1) // 2), count
@@ -81,6 +89,7 @@ def run(script: str) -> list[str]:
         # Many more ranks than cores: a rank may not run for a while.
         "FARANDOLE_PEER_TIMEOUT": "30",
         "FARANDOLE_SHARED_MEMORY_BYTES": "32MiB",
+        "FARANDOLE_LINKS_AT_START": "16",
     }
     ranks = [{**told, "HOROVOD_RANK": str(rank)} for rank in range(RANKS)]
     prefixes = [on_host(f"host-{rank // (RANKS // HOSTS)}") for rank in range(RANKS)]

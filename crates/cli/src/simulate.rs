@@ -125,7 +125,7 @@ fn answer(matches: &ArgMatches) -> Result<Report> {
             Some((model, timing, step))
         }
     };
-    let forming = Forming::simulate(&cluster)?;
+    let forming = Forming::simulate(&cluster, &config)?;
     Ok(Report { cluster, forming, control, allreduces, step })
 }
 
@@ -361,9 +361,9 @@ mod tests {
         let (lines, json) = (report.lines(), report.json());
         println!("{}", lines.join("\n"));
         assert_eq!(lines[0], "512 ranks on 64 hosts, 25 Gbit/s, 20 us");
-        assert!(lines.iter().any(|line| line.contains("hierarchy") && line.contains("67108864")));
+        assert!(lines.iter().any(|line| line.contains("halving") && line.contains("67108864")));
         assert_eq!(json["allreduces"][0]["algorithm"], "doubling");
-        assert_eq!(json["allreduces"][2]["algorithm"], "hierarchy");
+        assert_eq!(json["allreduces"][2]["algorithm"], "halving");
         let efficiency = json["step"]["efficiency"].as_f64().unwrap() * 100.0;
         assert!(
             lines.iter().any(|line| line.contains(&format!("efficiency {efficiency:.1} %"))),
@@ -372,7 +372,7 @@ mod tests {
         let schedule = std::fs::read_to_string(&path).unwrap();
         assert!(schedule.starts_with("num_ranks 512\n\nrank 0 {\nl0: "), "{}", &schedule[..80]);
 
-        let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 64M --goal";
+        let line = "--ranks 4096 --hosts 512 --bandwidth 25 --latency 20 --bytes 1G --goal";
         let error = answer(&read(&format!("{line} {}", path.display())).unwrap()).err().unwrap();
         assert!(error.to_string().contains("messages"), "{error}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), schedule, "a failure leaves the file as it was");

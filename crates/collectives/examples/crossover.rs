@@ -13,13 +13,14 @@ use farandole_collectives::{DataType, ReduceOp};
 use farandole_testkit::{Harness, Links, Tensor, allreduce, complete};
 
 const SIZES: [usize; 9] = [4, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20];
-const ALGORITHMS: [&str; 4] = ["direct", "doubling", "pipeline", "hierarchy"];
+const ALGORITHMS: [&str; 5] = ["direct", "doubling", "pipeline", "hierarchy", "halving"];
 
 fn main() {
     let world = std::env::args().nth(1).unwrap_or_else(|| "2,2".to_owned());
     let world: Vec<usize> = world.split(',').map(|ranks| ranks.parse().unwrap()).collect();
     println!("ranks by host: {world:?}");
-    println!("{:>10} {:>10} {:>10} {:>10} {:>10}", "bytes", "direct", "doubling", "pipeline", "hierarchy");
+    let names = ALGORITHMS.map(|name| format!("{name:>10}"));
+    println!("{:>10} {}", "bytes", names.join(" "));
     let columns = ALGORITHMS.map(|algorithm| times(&world, algorithm));
     for (k, bytes) in SIZES.iter().enumerate() {
         let cells = columns.each_ref().map(|column| format!("{:10.1}", column[k].as_secs_f64() * 1e6));

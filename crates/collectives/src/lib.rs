@@ -16,6 +16,7 @@
 //!               pipeline: post | reduce | fetch by chunks           2 steps, 2 * (P - 1) / P * N
 //!               in place: everybody reduces a part of all      2 rounds of a unit, memory the members share, one host
 //!               hierarchy: in the host | across | back, by chunks   4 steps, 2 * (H - 1) / H * N / L to other hosts
+//!               halving: as hierarchy, hosts swap halves             2 + 2 log H steps, the same bytes, log H other hosts
 //!               adasum: halves of vectors, doubling distances       log P * (log P + 5) / 2 swaps
 //!   Reducescatter   everybody sends everybody's part to it          1 step,  N - n
 //!                   hosts with several members join it before       2 steps, (H - 1) * n to other hosts

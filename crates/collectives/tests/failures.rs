@@ -82,7 +82,7 @@ fn a_cut_link_is_an_error_on_every_rank_and_none_hangs() {
 #[test]
 fn a_cut_between_or_within_hosts_ends_every_algorithm_everywhere() {
     for world in [&[2, 2][..], &[2, 1], &[1, 1, 1]] {
-        for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "adasum"] {
+        for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "halving", "adasum"] {
             let op = if algorithm == "adasum" { ReduceOp::Adasum } else { ReduceOp::Average };
             let rules = if algorithm == "adasum" { "auto" } else { algorithm };
             for (from, to) in [(0, 1), (0, 2), (2, 0)] {

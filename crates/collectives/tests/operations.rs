@@ -121,7 +121,7 @@ fn an_operation_completes_only_when_its_bytes_are_on_their_way() {
 fn bytes_that_sockets_did_not_take_at_once_are_sent_while_all_wait() {
     // More than sockets take, in rings that take it all.
     let count = 12 << 20;
-    for algorithm in ["direct", "doubling", "pipeline", "hierarchy"] {
+    for algorithm in ["direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let world = Harness::on_hosts(&[1, 1]).over(Links::TwoHosts).ring(64 << 20).algorithms(algorithm);
         world.run(|rank, mut communicator| {
             let input: Vec<u8> = (1.5_f32 + rank.0 as f32).to_ne_bytes().repeat(count);

@@ -217,9 +217,11 @@ knobs! {
     shared_memory_bytes: u64 = "256MiB", "SHARED_MEMORY_BYTES", None, true;
     /// TCP connections of each link between two hosts, 1 to 16. Several are faster if the network limits each flow.
     tcp_streams: u64 = "1", "TCP_STREAMS", None, true;
+    /// Number of ranks on other machines up to which a rank opens its links for data to all of them when a world or a process set forms: by default all. With more, it opens those to a few, and each other link when an operation first needs it. It must be the same on all ranks.
+    links_at_start: u64 = "65536", "LINKS_AT_START", None, true;
     /// TCP's congestion control between hosts, if the system has and allows it. An empty value uses the system's default, which may be faster on a network that loses packets.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
-    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline` or `hierarchy`, or several with the largest number of bytes for each, such as `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on all ranks.
+    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or `halving`, or several with the largest number of bytes for each, such as `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on all ranks.
     allreduce_algorithm: String = "auto", "ALLREDUCE_ALGORITHM", None, true;
     /// Time for which a waiting thread spins before it sleeps.
     spin: Duration = "1ms", "SPIN", None, true;

@@ -25,7 +25,7 @@
 //!
 //! Invariants:
 //! - `SE-1`: at most one session per process; `init` while one runs does nothing.
-//! - `SE-2`: when `init` returns, every rank has joined and every link works.
+//! - `SE-2`: when `init` returns, every rank has joined, and every link works that is not opened at its first use.
 //! - `SE-3`: no wait is longer than its deadline, and each gives up within seconds when asked to.
 //! - `SE-4`: a forked child can read its rank, but neither uses nor ends its parent's session.
 //! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all ranks.
@@ -51,7 +51,7 @@ mod started;
 mod wishes;
 
 pub use error::{Error, Result};
-pub use links::{crossover, ring_bytes};
+pub use links::{at_start, crossover, ring_bytes};
 pub use process::{begin, current, init, is_initialized, shutdown};
 pub use rejoin::{host_changes, resign};
 pub use session::Session;

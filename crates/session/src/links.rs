@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The sizes of the rings between ranks.
+//! The links between ranks: which are opened when a world forms, and the sizes of their rings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 use farandole_collectives::{Crossover, HostCommunicator, Result};
 use farandole_config::Config;
-use farandole_transport::Link;
+use farandole_transport::{Link, Mesh, heartbeats};
 use farandole_world::{Rank, World};
+
+use crate::meeting::Interrupted;
 
 /// Channel of the engine's negotiation.
 pub(crate) const CONTROL: u32 = 0;
@@ -77,6 +80,55 @@ pub(crate) fn set_capacity(world: &World, budget: u64) -> usize {
     (fair(world, budget, MOST) / 4).max(usize::try_from(LEAST).unwrap_or(1 << 16))
 }
 
+/// The other ranks among the members, ascending: those to which this world's rank opens its link for data at the start,
+/// and those to which it opens it at its first use. If members of the fullest machine have at most `most` members on
+/// other machines, it opens all at the start. With more it opens those on its machine, and those that exchange
+/// heartbeats in a world of the members. These connect all members, whose communicators greet each other over them.
+pub fn at_start(world: &World, members: &[Rank], most: u64) -> (Vec<Rank>, Vec<Rank>) {
+    let others = members.iter().copied().filter(|rank| *rank != world.rank);
+    let machine = |rank: &Rank| world.seats.get(rank.index()).map_or("", |seat| seat.host.machine());
+    let machines: Vec<&str> = members.iter().map(machine).collect();
+    let mut ranks = BTreeMap::<&str, usize>::new();
+    machines.iter().for_each(|machine| *ranks.entry(machine).or_default() += 1);
+    let fullest = ranks.into_values().max().unwrap_or(0);
+    let Some(own) = members.iter().position(|rank| *rank == world.rank) else { return Default::default() };
+    if (members.len() - fullest) as u64 <= most {
+        return (others.collect(), Vec::new());
+    }
+    let places = heartbeats(&machines, Rank(u32::try_from(own).unwrap_or(u32::MAX)));
+    let first: BTreeSet<Rank> =
+        places.iter().filter_map(|place| members.get(place.index()).copied()).collect();
+    others.partition(|rank| first.contains(rank))
+}
+
+/// The links for data of a communicator that forms.
+pub(crate) struct Data<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) members: &'a [Rank],
+    pub(crate) channel: u32,
+    pub(crate) capacity: usize,
+    /// See [`at_start`].
+    pub(crate) most: u64,
+    pub(crate) deadline: Instant,
+}
+
+impl Data<'_> {
+    /// Opens those that are opened at the start. The others come after them.
+    pub(crate) fn open(
+        &self,
+        mesh: &Mesh,
+        interrupted: &mut Interrupted<'_>,
+    ) -> Result<Vec<Link>, farandole_transport::Error> {
+        let Self { channel, capacity, deadline, .. } = *self;
+        let (first, later) = at_start(self.world, self.members, self.most);
+        let mut links = mesh.open_until(channel, &first, capacity, deadline, interrupted)?;
+        if !later.is_empty() {
+            links.extend(mesh.open_on_demand(channel, &later, capacity, deadline, interrupted)?);
+        }
+        Ok(links)
+    }
+}
+
 /// Returns the rules for the algorithms of allreduces.
 ///
 /// # Errors
@@ -124,6 +176,7 @@ pub(crate) fn fallbacks(links: &[(Rank, String)]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use farandole_collectives::program::{Action, Plan};
     use farandole_world::{Generation, HostHash, TaskId, TaskPlace, assign};
 
     use super::*;
@@ -221,5 +274,123 @@ mod tests {
         let given = BTreeMap::from([("shared_memory_bytes".to_owned(), "8MiB".to_owned())]);
         let config = Config::read(|_| None, &given).unwrap();
         assert_eq!(budget(&world(&["a"; 100]), &config), 8 << 20);
+    }
+
+    fn hosts(ranks: &[usize]) -> World {
+        let names: Vec<String> = (0..ranks.len()).map(|host| format!("host{host:03}")).collect();
+        let places: Vec<&str> = names
+            .iter()
+            .zip(ranks)
+            .flat_map(|(name, count)| std::iter::repeat_n(name.as_str(), *count))
+            .collect();
+        world(&places)
+    }
+
+    fn first(world: &World, members: &[Rank], own: Rank, most: u64) -> Vec<Rank> {
+        let (first, later) = at_start(&world.seen_from(own).unwrap(), members, most);
+        let mut all = [&first[..], &later].concat();
+        all.sort_unstable();
+        assert!(all.iter().eq(members.iter().filter(|rank| **rank != own)), "each once");
+        first
+    }
+
+    #[test]
+    fn few_links_are_opened_at_the_start_of_a_large_world_and_all_of_a_small_one() {
+        let count = |ranks: &[usize], own| {
+            let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
+            let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
+            first(&world, &members, Rank(own), 16).len()
+        };
+        assert_eq!(
+            (count(&[8], 3), count(&[8, 8], 3), count(&[2, 16], 1), count(&[4; 5], 0)),
+            (7, 15, 17, 19)
+        );
+        // 16 other machines at most; one more.
+        assert_eq!((count(&[1; 17], 3), count(&[1; 18], 3)), (16, 8));
+        // 7 of the machine, and those that exchange heartbeats.
+        assert_eq!(count(&[8; 64], 77), 7 + 11);
+        assert_eq!(count(&[8; 512], 77), 7 + 17);
+    }
+
+    /// Otherwise one end would wait for the other, or the greeting of communicators would not reach all members.
+    #[test]
+    fn links_that_are_opened_at_the_start_are_so_for_both_ends_and_connect_all_members() {
+        for ranks in [&[2, 2][..], &[1; 9], &[3, 1, 2, 5, 1, 1, 4], &[8; 12], &[1, 20, 1]] {
+            let world = hosts(ranks);
+            let size: usize = ranks.iter().sum();
+            for step in [1, 2, 3] {
+                let members: Vec<Rank> = (0..).step_by(step).take(size.div_ceil(step)).map(Rank).collect();
+                for most in [0, 3, 16, 1000] {
+                    let first = |own| first(&world, &members, own, most);
+                    let (mut seen, mut next) = (BTreeSet::from([members[0]]), vec![members[0]]);
+                    while let Some(rank) = next.pop() {
+                        for peer in first(rank) {
+                            assert!(first(peer).contains(&rank), "{ranks:?}: {rank} and {peer}");
+                            if seen.insert(peer) {
+                                next.push(peer);
+                            }
+                        }
+                    }
+                    assert_eq!(seen.len(), members.len(), "{ranks:?} by {step}");
+                }
+            }
+        }
+    }
+
+    /// Connections of each rank to other hosts: heartbeats, negotiation, and links for data that were open at the start or
+    /// that the barrier at the end of `init` and allreduces of these bytes have opened.
+    fn sockets(ranks: &[usize], rules: &str, bytes: &[usize]) -> Vec<usize> {
+        let (world, size) = (hosts(ranks), ranks.iter().sum::<usize>());
+        let members: Vec<Rank> = (0..).take(size).map(Rank).collect();
+        let places = world.machines();
+        let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+        let (rules, ring) = (rules.parse().unwrap(), ring_bytes(&world, &config));
+        let plans: Vec<Plan> =
+            bytes.iter().map(|bytes| Plan::new(&places, *bytes, 1, ring, &rules).unwrap()).collect();
+        let parents = farandole_engine::outline::parents(&world, &members);
+        let machines: Vec<&str> = world.seats.iter().map(|seat| seat.host.machine()).collect();
+        let sockets = |own: &Rank| {
+            let is_far = |peer: &usize| places[*peer] != places[own.index()];
+            let mut data: BTreeSet<usize> =
+                first(&world, &members, *own, 16).into_iter().map(Rank::index).filter(is_far).collect();
+            for plan in &plans {
+                let program = plan.program(own.index());
+                let peers = program.actions().filter_map(|action| match action {
+                    Action::Send(transfer) | Action::Receive(transfer) => Some(transfer.member as usize),
+                    Action::Reduce { .. } => None,
+                });
+                data.extend(peers.filter(is_far));
+            }
+            let distances = std::iter::successors(Some(1), |distance| Some(distance * 2));
+            let barrier = distances.take_while(|distance| *distance < size);
+            let tokens = barrier.flat_map(|distance| [distance, size - distance]);
+            data.extend(tokens.map(|distance| (own.index() + distance) % size).filter(is_far));
+            let beats = heartbeats(&machines, *own);
+            let beats = beats.into_iter().map(Rank::index).filter(is_far).count();
+            let is_edge = |(member, parent): (usize, &Option<u32>)| {
+                let up = parent.map(|parent| parent as usize);
+                is_far(&member) && up == Some(own.index())
+                    || member == own.index() && up.is_some_and(|parent| is_far(&parent))
+            };
+            let control = parents.iter().enumerate().filter(|edge| is_edge(*edge)).count();
+            data.len() + beats + control
+        };
+        members.iter().map(sockets).collect()
+    }
+
+    #[test]
+    fn a_rank_of_64_hosts_with_8_ranks_has_at_most_40_sockets_to_other_hosts_after_allreduces() {
+        let most = |ranks: &[usize], rules: &str| {
+            sockets(ranks, rules, &[4, 64 << 10, 1 << 20, 64 << 20]).into_iter().max().unwrap()
+        };
+        // The first and the last rank of a host exchange tokens of the barrier with three more ranks.
+        assert_eq!(most(&[8; 64], "doubling:65536,hierarchy"), 63 + 3 + 11 + 6);
+        assert_eq!(most(&[8; 64], "auto"), 11 + 3 + 11 + 6);
+        assert_eq!(most(&[8; 64], "doubling:65536,halving"), 11 + 3 + 11 + 6);
+        // No power of two: hosts of the same place meet others than those that exchange heartbeats.
+        for hosts in [33, 48, 63] {
+            let found = most(&vec![8; hosts], "auto");
+            assert!(found <= 40, "{hosts} hosts: {found}");
+        }
     }
 }

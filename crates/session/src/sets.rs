@@ -33,6 +33,7 @@ pub(crate) struct Sets {
     elastic: bool,
     memory: u64,
     crossover: Crossover,
+    links_at_start: u64,
     patience: Duration,
     table: RwLock<Table>,
     changes: Mutex<Changes>,
@@ -94,6 +95,7 @@ impl Sets {
             memory: links::budget(world, config),
             // A value that is none was refused when the world formed.
             crossover: links::crossover(config).unwrap_or_default(),
+            links_at_start: config.links_at_start,
             patience: config.start_timeout,
             table: RwLock::new(Table {
                 sets,
@@ -330,13 +332,21 @@ impl Session {
         let world = self.world();
         let fallen = || self.rest.mesh().map(farandole_transport::Mesh::fallbacks).unwrap_or_default();
         let known = fallen().len();
-        let mut open = |channel, peers: &[Rank], capacity| match self.rest.mesh() {
-            Some(mesh) => mesh.open_until(channel, peers, capacity, deadline, interrupted),
-            None => Ok(Vec::new()),
-        };
-        let control = open(channel, &control_peers(world, ranks), links::CONTROL_CAPACITY)?;
-        let others: Vec<Rank> = ranks.iter().copied().filter(|rank| *rank != world.rank).collect();
-        let data = open(channel + 1, &others, links::set_capacity(world, self.sets.memory))?;
+        let (mut control, mut data) = (Vec::new(), Vec::new());
+        if let Some(mesh) = self.rest.mesh() {
+            let neighbours = control_peers(world, ranks);
+            control =
+                mesh.open_until(channel, &neighbours, links::CONTROL_CAPACITY, deadline, interrupted)?;
+            let wanted = links::Data {
+                world,
+                members: ranks,
+                channel: channel + 1,
+                capacity: links::set_capacity(world, self.sets.memory),
+                most: self.sets.links_at_start,
+                deadline,
+            };
+            data = wanted.open(mesh, interrupted)?;
+        }
         if let Some(warning) = links::fallbacks(&fallen().split_off(known)) {
             let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
             tracing::warn!("in the process set of ranks {ranks:?}: {warning}");

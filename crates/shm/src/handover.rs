@@ -36,14 +36,13 @@ pub fn send(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> 
 /// Receives into `bytes` and takes the descriptors that come along, closed on exec; surplus ones are dropped.
 ///
 /// # Errors
-/// `System`; `AGAIN` in it when the socket does not block and nothing is there.
+/// `System`; `AGAIN` in it when nothing came and the socket does not block or its timeout is over; `INTR` after a signal.
+/// That is not tried again here, because the timeout would begin anew.
 pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let message = retry_on_intr(|| {
-        recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
-    })
-    .map_err(Error::of("recvmsg"))?;
+    let message = recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+        .map_err(Error::of("recvmsg"))?;
     let mut descriptors = Vec::new();
     for ancillary in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = ancillary {

@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("\nforming a world, 1 ms");
     for ranks in [512, 4096] {
         let latency = Duration::from_millis(1);
-        let forming = Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? })?;
+        let forming = Forming::simulate(&Cluster { latency, ..Cluster::new(ranks / 8, ranks)? }, &config)?;
         println!("{ranks} ranks: {forming:?}");
     }
     Ok(())

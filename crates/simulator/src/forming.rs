@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The forming of a world: from agents that begin to connect until every rank has its links.
+//! The forming of a world: from agents that begin to connect until every rank has the links that are opened at the start.
 
 use std::time::Duration;
 
+use farandole_config::Config;
 use farandole_engine::outline::parents;
 use farandole_registrar::outline;
+use farandole_session::at_start;
 use farandole_transport::{dials_at_once, heartbeats};
 use farandole_world::Rank;
 
@@ -29,7 +31,7 @@ pub struct Forming {
     pub connections: u64,
     /// Bytes that it sends.
     pub sent: u64,
-    /// Links of the busiest rank.
+    /// Links that the busiest rank opens.
     pub links: u64,
     /// Until the last agent has registered.
     pub registered: Duration,
@@ -37,16 +39,16 @@ pub struct Forming {
     pub assigned: Duration,
     /// Until every rank knows where the others are.
     pub met: Duration,
-    /// Until every rank has its links.
+    /// Until every rank has these links.
     pub time: Duration,
 }
 
 impl Forming {
-    /// Returns a world on a cluster whose registrar runs on one core of a host of its own.
+    /// Returns a world with these settings on a cluster whose registrar runs on one core of a host of its own.
     ///
     /// # Errors
     /// `Cluster`.
-    pub fn simulate(cluster: &Cluster) -> Result<Self> {
+    pub fn simulate(cluster: &Cluster, config: &Config) -> Result<Self> {
         cluster.check()?;
         let ranks = float(cluster.ranks.into());
         let round_trip = 2.0 * cluster.latency.as_secs_f64();
@@ -63,7 +65,7 @@ impl Forming {
         let workers = agents + first + (ranks * (handshake + call)).max(answers);
         let cards = sending(ranks * float(CARD));
         let met = workers + round_trip + (ranks * call).max(cards);
-        let links = links(cluster, &formed);
+        let links = links(cluster, config, &formed);
         Ok(Self {
             calls: formed.registrations * outline::CALLS,
             connections: formed.registrations * outline::CONNECTIONS,
@@ -82,27 +84,29 @@ struct Links {
     seconds: f64,
 }
 
-/// Every rank has a link for data to every other, links for control to its neighbours in the tree, and connections for
-/// heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The higher rank dials, several
-/// peers at once, so the last rank takes longest; each connection takes time of one core at both ends.
-fn links(cluster: &Cluster, formed: &outline::Formed) -> Links {
+/// Every rank has links for data to those to which they are opened at the start, links for control to its neighbours in
+/// the tree, and connections for heartbeats with few ranks of other hosts: as many as rank 0, because hosts are equal. The
+/// higher rank dials, several peers at once, so the last rank takes longest; each connection takes time of one core at
+/// both ends.
+fn links(cluster: &Cluster, config: &Config, formed: &outline::Formed) -> Links {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
     let parents = parents(&formed.world, &members);
     let children = |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
-    let others = u64::from(cluster.ranks) - 1;
     let control = children(0);
     let near = u64::from(cluster.local()) - 1;
     let machines: Vec<&str> = formed.world.seats.iter().map(|seat| seat.host.machine()).collect();
-    let far = others - near + heartbeats(&machines, Rank(0)).len() as u64 - near;
+    let (data, _) = at_start(&formed.world, &members, config.links_at_start);
+    let data = data.len() as u64;
+    let far = data - near + heartbeats(&machines, Rank(0)).len() as u64 - near;
     let handshake = cluster.handshake.as_secs_f64();
     let connections = float(far + near);
     let wait = |one_way: Duration| LINK * 2.0 * one_way.as_secs_f64() + handshake;
     let waits = float(far) * wait(cluster.latency) + float(near) * wait(cluster.near);
-    let at_once = dials_at_once(usize::try_from(others).unwrap_or(usize::MAX));
+    let at_once = dials_at_once(usize::try_from(data).unwrap_or(usize::MAX));
     let dialled = (waits / float(at_once as u64)).max(connections * handshake);
     // Rank 0 answers all others, and the control links below it.
     let answered = (connections + float(control)) * handshake;
-    Links { busiest: others + control, seconds: dialled.max(answered) }
+    Links { busiest: data + control, seconds: dialled.max(answered) }
 }
 
 #[cfg(test)]
@@ -111,7 +115,8 @@ mod tests {
 
     fn forming(hosts: u32, ranks: u32) -> Forming {
         let cluster = Cluster { latency: Duration::from_millis(1), ..Cluster::new(hosts, ranks).unwrap() };
-        Forming::simulate(&cluster).unwrap()
+        let config = Config::read(|_| None, &std::collections::BTreeMap::new()).unwrap();
+        Forming::simulate(&cluster, &Config { links_at_start: 16, ..config }).unwrap()
     }
 
     #[test]
@@ -128,7 +133,17 @@ mod tests {
             assert!(
                 found.registered < found.assigned && found.assigned < found.met && found.met <= found.time
             );
-            assert!(found.links >= u64::from(ranks) - 1);
+            assert!(found.links >= u64::from(ranks / hosts) - 1);
         }
+    }
+
+    #[test]
+    fn few_links_are_opened_at_the_start_of_a_large_world_and_all_of_a_small_one() {
+        // To the other hosts, and below rank 0.
+        assert_eq!(forming(2, 32).links, 31 + 16);
+        assert_eq!(forming(4, 16).links, 15 + 3 + 2);
+        // 7 ranks of the host, 11 that exchange heartbeats, and 7 + 6 below rank 0.
+        assert_eq!(forming(64, 512).links, 7 + 11 + 7 + 6);
+        assert!(forming(512, 4096).links < 50);
     }
 }

@@ -56,7 +56,8 @@ fn a_long_hierarchy_takes_the_time_of_its_bytes() {
     for (hosts, ranks) in [(2u32, 4u32), (4, 16), (16, 64)] {
         let cluster = network(hosts, ranks);
         let found = allreduce(&cluster, 64 << 20);
-        assert_eq!(found.algorithm, Some(Algorithm::Hierarchy));
+        let across = if hosts < 16 { Algorithm::Hierarchy } else { Algorithm::Halving };
+        assert_eq!(found.algorithm, Some(across));
         let part = f64::from(hosts - 1) / f64::from(hosts);
         let ratio = found.time.as_secs_f64() / wire(&cluster, 2.0 * part * f64::from(64 << 20));
         println!("{ranks} ranks on {hosts} hosts: {ratio:.3} of the time of the bytes");

@@ -34,4 +34,12 @@ impl LinkSender for Counter {
     fn flush(&mut self) -> Result<bool> {
         self.inner.flush()
     }
+
+    fn is_on_demand(&self) -> bool {
+        self.inner.is_on_demand()
+    }
+
+    fn ask(&mut self) {
+        self.inner.ask();
+    }
 }

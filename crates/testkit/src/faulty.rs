@@ -66,6 +66,16 @@ impl LinkSender for CutSender {
     fn flush(&mut self) -> Result<bool> {
         self.inner()?.flush()
     }
+
+    fn is_on_demand(&self) -> bool {
+        self.inner.as_ref().is_some_and(|inner| inner.is_on_demand())
+    }
+
+    fn ask(&mut self) {
+        if let Some(inner) = &mut self.inner {
+            inner.ask();
+        }
+    }
 }
 
 impl CutReceiver {

@@ -39,6 +39,10 @@ pub enum Links {
     /// Shared memory between ranks of one host, TCP between others; ranks of the same parity are on one host, unless the
     /// world is one of [`Harness::on_hosts`].
     TwoHosts,
+    /// As `TwoHosts`; the TCP connections are opened at their first use.
+    OnDemand,
+    /// Memory of this process. Links between hosts open when both ends have asked: see [`Register`](crate::Register).
+    Asked,
 }
 
 /// The link from one rank to another stops after some bytes.
@@ -104,10 +108,15 @@ impl Harness {
     #[expect(clippy::expect_used, reason = "a test without its world has failed")]
     pub fn run<T: Send>(&self, body: impl Fn(Rank, HostCommunicator) -> T + Sync) -> Vec<T> {
         // Meshes watch their peers: they live as long as the world.
-        let (_meshes, links) = match self.links {
-            Links::Loopback => (Vec::new(), loopback::mesh(self.size, self.ring).expect("loopback links")),
+        let (_meshes, mut links) = match self.links {
+            Links::Loopback | Links::Asked => {
+                (Vec::new(), loopback::mesh(self.size, self.ring).expect("loopback links"))
+            }
             _ => self.meshes(),
         };
+        if self.links == Links::Asked {
+            links = self.asked(links);
+        }
         let body = &body;
         std::thread::scope(|scope| {
             let start = |(rank, links): (u32, Vec<Link>)| {
@@ -134,6 +143,16 @@ impl Harness {
         }
     }
 
+    fn asked(&self, links: Vec<Vec<Link>>) -> Vec<Vec<Link>> {
+        let mut register = crate::Register::default();
+        let mut own = |rank: Rank, links: Vec<Link>| -> Vec<Link> {
+            let far = |link: &Link| self.host(rank) != self.host(link.peer);
+            let links = links.into_iter();
+            links.map(|link| if far(&link) { register.on_demand(rank, link) } else { link }).collect()
+        };
+        (0..).map(Rank).zip(links).map(|(rank, links)| own(rank, links)).collect()
+    }
+
     /// Every rank's mesh and its links to all others.
     #[expect(clippy::expect_used, reason = "a test without its world has failed")]
     fn meshes(&self) -> (Vec<Mesh>, Vec<Vec<Link>>) {
@@ -142,7 +161,8 @@ impl Harness {
         let meeting = MemoryRendezvous::default();
         let joined = std::thread::scope(|scope| {
             let start = |rank: u32| {
-                let host = if self.links == Links::TwoHosts { self.host(Rank(rank)) } else { 0 };
+                let several = matches!(self.links, Links::TwoHosts | Links::OnDemand);
+                let host = if several { self.host(Rank(rank)) } else { 0 };
                 let mut options =
                     MeshOptions::new(Rank(rank), size, HostHash(format!("host {host}")), [7; 32]);
                 options.use_shared_memory = self.links != Links::Tcp;
@@ -150,7 +170,14 @@ impl Harness {
                 let (meeting, peers, ring) = (meeting.clone(), &peers, self.ring);
                 scope.spawn(move || {
                     let mesh = Mesh::join(options, &meeting).expect("a mesh");
-                    let links = mesh.open(1, peers, ring).expect("links");
+                    let far = |peer: &Rank| self.host(Rank(rank)) != self.host(*peer);
+                    let (later, first): (Vec<Rank>, Vec<Rank>) =
+                        peers.iter().copied().partition(|peer| self.links == Links::OnDemand && far(peer));
+                    let mut links = mesh.open(1, &first, ring).expect("links");
+                    let deadline = Instant::now() + DEADLINE;
+                    links.extend(
+                        mesh.open_on_demand(1, &later, ring, deadline, &mut || false).expect("heartbeats"),
+                    );
                     let kinds = links.iter().map(|link| (link.peer, link.kind));
                     assert!(kinds.into_iter().all(|(peer, kind)| self.expects(rank, peer) == kind));
                     (mesh, links)
@@ -167,10 +194,10 @@ impl Harness {
 
     fn expects(&self, rank: u32, peer: Rank) -> LinkKind {
         match self.links {
-            Links::Loopback => LinkKind::Loopback,
+            Links::Loopback | Links::Asked => LinkKind::Loopback,
             Links::Tcp => LinkKind::Tcp,
-            Links::TwoHosts if self.host(Rank(rank)) != self.host(peer) => LinkKind::Tcp,
-            Links::SharedMemory | Links::TwoHosts => LinkKind::SharedMemory,
+            Links::TwoHosts | Links::OnDemand if self.host(Rank(rank)) != self.host(peer) => LinkKind::Tcp,
+            Links::SharedMemory | Links::TwoHosts | Links::OnDemand => LinkKind::SharedMemory,
         }
     }
 }

@@ -15,6 +15,7 @@
 
 #![deny(unsafe_code)]
 
+mod asked;
 mod counting;
 mod data;
 mod device;
@@ -25,6 +26,7 @@ mod memory;
 pub mod oracle;
 mod tensor;
 
+pub use asked::Register;
 pub use counting::counted;
 pub use data::{Seed, elements, special_elements};
 pub use device::HostDevice;

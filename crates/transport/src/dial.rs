@@ -346,10 +346,10 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8], deadline: Instant) -> Attempt<Vec
                 filled += received;
                 descriptors.extend(arrived);
             }
-            Err(ShmError::System { source: Errno::AGAIN, .. }) if last => {
+            Err(ShmError::System { source: Errno::AGAIN | Errno::INTR, .. }) if last => {
                 return Err(Failure::Silent(LATE.to_owned()));
             }
-            Err(ShmError::System { source: Errno::AGAIN, .. }) => {}
+            Err(ShmError::System { source: Errno::AGAIN | Errno::INTR, .. }) => {}
             Err(ShmError::System { source: Errno::CONNRESET, .. }) => return Err(closed()),
             Err(error) => return Err(Failure::Unanswered(error.to_string())),
         }

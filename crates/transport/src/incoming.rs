@@ -108,6 +108,7 @@ impl Incoming {
                 Err(ShmError::System { source: Errno::AGAIN, .. }) => {
                     return Progress::Waiting(Box::new(self));
                 }
+                Err(ShmError::System { source: Errno::INTR, .. }) => continue,
                 Err(_) => return Progress::Refused,
             }
             if matches!(self.stage, Stage::Hello) && self.is_foreign() {

@@ -54,6 +54,16 @@ pub trait LinkSender: Send {
     fn last_words(&mut self, bytes: &[u8]) {
         let _ = bytes;
     }
+
+    /// Returns true for a link that is opened at its first use, see [`Mesh::open_on_demand`](crate::Mesh::open_on_demand).
+    /// The value stays true after the link has opened.
+    fn is_on_demand(&self) -> bool {
+        false
+    }
+
+    /// Starts to open a link that is opened at its first use, unless its opening has started. Does nothing for other
+    /// links, because they are open.
+    fn ask(&mut self) {}
 }
 
 /// The incoming half.

@@ -4,9 +4,10 @@
 //! The ranks of one generation, connected on demand.
 
 mod dial_many;
+mod on_demand;
 
 use std::collections::{BTreeSet, HashSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
@@ -34,6 +35,7 @@ use crate::watch::Watch;
 use crate::{Error, Gateway, Link, LinkKind, Parker, Place, Rendezvous, Result, addresses, tcp};
 
 pub use dial_many::dials_at_once;
+use on_demand::{Dials, Way};
 
 /// Time after which a wait for a peer's call probes whether the peer listens, and the limit of the probe.
 const PROBE: Duration = Duration::from_secs(1);
@@ -124,6 +126,8 @@ pub struct Mesh {
     heartbeats: BTreeSet<Rank>,
     /// Peers that a control connection was dialled to.
     controlled: Mutex<HashSet<Rank>>,
+    /// Links that are dialled at their first use.
+    dials: Arc<Dials>,
     fallbacks: Mutex<Vec<(Rank, String)>>,
     service: Option<JoinHandle<()>>,
 }
@@ -160,6 +164,7 @@ impl Mesh {
             opened: Mutex::new(HashSet::new()),
             heartbeats: BTreeSet::new(),
             controlled: Mutex::new(HashSet::new()),
+            dials: Arc::default(),
             fallbacks: Mutex::new(Vec::new()),
             service: Some(service),
             options,
@@ -227,21 +232,12 @@ impl Mesh {
         deadline: Instant,
         give_up: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Link>> {
-        self.shared.guard.check()?;
-        if channel == CONTROL {
-            return Err(Error::Handshake { reason: format!("channel {channel} is reserved") });
-        }
+        self.claim(channel, peers)?;
         let mut wait = Wait { deadline, give_up };
         let own = self.options.rank;
         let mut links: Vec<(usize, Link)> = Vec::new();
         // The higher rank dials. Dialling needs the other's service thread only, so no order of ranks can lock up.
         let places = || peers.iter().copied().enumerate();
-        for (_, rank) in places().filter(|(_, rank)| *rank != own) {
-            if !self.opened.lock().insert((channel, self.peer(rank)?.rank)) {
-                let reason = format!("channel {channel} to rank {rank} was opened before");
-                return Err(Error::Handshake { reason });
-            }
-        }
         links.extend(dial_many::dial_all(&dialled(own, peers), &mut wait, |rank, wait| {
             self.dial(self.peer(rank)?, channel, capacity, wait)
         })?);
@@ -250,6 +246,77 @@ impl Mesh {
         }
         links.sort_by_key(|(place, _)| *place);
         Ok(links.into_iter().map(|(_, link)| link).collect())
+    }
+
+    /// As [`open_until`](Self::open_until), with links over TCP that are opened at their first use: a rank that never
+    /// uses one has no connection for it. So peers should be ranks of other machines. The call itself opens the
+    /// connections for heartbeats with ranks of other machines that this rank dials and that are not open yet.
+    ///
+    /// The windows of a link are empty until it is open. [`LinkSender::ask`](crate::LinkSender::ask) and every call for
+    /// one of its windows ask for it, and it opens when both ends have asked. If the peer cannot be reached, its windows
+    /// are `PeerLost`.
+    ///
+    /// # Errors
+    /// Those of `open_until`, for the heartbeats.
+    pub fn open_on_demand(
+        &self,
+        channel: u32,
+        peers: &[Rank],
+        capacity: usize,
+        deadline: Instant,
+        give_up: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Link>> {
+        self.claim(channel, peers)?;
+        let own = self.options.rank;
+        let far: Vec<Rank> = self.heartbeats.iter().copied().filter(|rank| !self.is_near(*rank)).collect();
+        let mut wait = Wait { deadline, give_up };
+        dial_many::dial_all(&dialled(own, &far), &mut wait, |rank, wait| {
+            let peer = self.peer(rank)?;
+            peer.lost().map_or(Ok(()), Err)?;
+            self.exchange_heartbeats(peer, &self.addresses(rank), wait)
+        })?;
+        let link = |rank: &Rank| {
+            let way = Way {
+                addresses: self.addresses(*rank),
+                streams: self.streams(),
+                congestion: self.options.congestion.clone(),
+            };
+            let capacity = Segment::round(capacity);
+            Ok(on_demand::link(&self.shared, &self.dials, self.peer(*rank)?, channel, capacity, way))
+        };
+        peers.iter().filter(|rank| **rank != own).map(link).collect()
+    }
+
+    /// Notes that the channel to these ranks is opened.
+    fn claim(&self, channel: u32, peers: &[Rank]) -> Result<()> {
+        self.shared.guard.check()?;
+        if channel == CONTROL {
+            return Err(Error::Handshake { reason: format!("channel {channel} is reserved") });
+        }
+        for rank in peers.iter().copied().filter(|rank| *rank != self.options.rank) {
+            if !self.opened.lock().insert((channel, self.peer(rank)?.rank)) {
+                let reason = format!("channel {channel} to rank {rank} was opened before");
+                return Err(Error::Handshake { reason });
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true if a rank is on this machine.
+    fn is_near(&self, rank: Rank) -> bool {
+        let host = self.host(rank);
+        host.is_some_and(|host| host.machine() == self.options.host.machine())
+    }
+
+    /// Returns the addresses at which a rank listens, in the order in which they are tried.
+    fn addresses(&self, rank: Rank) -> Vec<SocketAddr> {
+        let card = self.cards.get(rank.index());
+        card.map(|card| addresses::ordered(&card.addresses, self.is_near(rank))).unwrap_or_default()
+    }
+
+    /// TCP connections of a link.
+    fn streams(&self) -> u16 {
+        self.options.streams.clamp(1, tcp::stripes::MOST)
     }
 
     fn peer(&self, rank: Rank) -> Result<&Arc<Peer>> {
@@ -262,10 +329,7 @@ impl Mesh {
         let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
         let capacity = Segment::round(capacity);
         if theirs != capacity as u64 {
-            let rank = peer.rank;
-            let reason =
-                format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {capacity}");
-            return Err(Error::Handshake { reason });
+            return Err(other_capacity(peer.rank, channel, theirs, capacity));
         }
         match arrival {
             Arrival::Shared { sender, receiver, bell } => Ok(Link {
@@ -343,19 +407,9 @@ impl Mesh {
         {
             return Ok(link);
         }
-        let addresses = addresses::ordered(&card.addresses, same_host);
-        // Two channels to a peer may be opened at the same time.
-        let one_at_a_time = peer.handover.lock();
-        if self.heartbeats.contains(&peer.rank) && !self.controlled.lock().contains(&peer.rank) {
-            let carrier = Carrier::Control;
-            let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
-            let secured = dial::any(&self.shared, &request, &addresses, wait)?;
-            rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::of("ioctl"))?;
-            self.shared.watch(Watch::remote(Arc::clone(peer), secured));
-            self.controlled.lock().insert(peer.rank);
-        }
-        drop(one_at_a_time);
-        let streams = self.options.streams.clamp(1, tcp::stripes::MOST);
+        let addresses = self.addresses(peer.rank);
+        self.exchange_heartbeats(peer, &addresses, wait)?;
+        let streams = self.streams();
         let dial = |number| {
             let (carrier, stream) = (Carrier::Tcp, (number, streams));
             let request = Request { to: peer, carrier, channel, stream, capacity: capacity as u64 };
@@ -363,6 +417,27 @@ impl Mesh {
         };
         let connections = (0..streams).map(dial).collect::<Result<Vec<_>>>()?;
         self.over_tcp(peer, channel, connections, capacity)
+    }
+
+    /// Dials the connection of heartbeats to a peer, if there is to be one and is none.
+    fn exchange_heartbeats(
+        &self,
+        peer: &Arc<Peer>,
+        addresses: &[SocketAddr],
+        wait: &mut Wait<'_>,
+    ) -> Result<()> {
+        // Two channels to a peer may be opened at the same time.
+        let _one_at_a_time = peer.handover.lock();
+        if !self.heartbeats.contains(&peer.rank) || self.controlled.lock().contains(&peer.rank) {
+            return Ok(());
+        }
+        let carrier = Carrier::Control;
+        let request = Request { to: peer, carrier, channel: CONTROL, stream: (0, 1), capacity: 0 };
+        let secured = dial::any(&self.shared, &request, addresses, wait)?;
+        rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::of("ioctl"))?;
+        self.shared.watch(Watch::remote(Arc::clone(peer), secured));
+        self.controlled.lock().insert(peer.rank);
+        Ok(())
     }
 
     fn over_tcp(
@@ -525,6 +600,12 @@ impl Mesh {
     pub fn refused(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
     }
+}
+
+/// The rings of the two ends of a link differ.
+fn other_capacity(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
+    let reason = format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
+    Error::Handshake { reason }
 }
 
 /// The lower ranks among the peers with their places, the nearest first: when all ranks dial at the same time, each step

@@ -128,7 +128,30 @@ impl Shared {
     pub(crate) fn arrive(&self, place: Place, capacity: u64, arrival: Arrival) {
         let replaced = self.arrivals.lock().insert(place, (capacity, arrival));
         self.arrived.notify_all();
+        self.wake();
         drop(replaced);
+    }
+
+    /// Has the threads that sleep in the parker look at all links again.
+    pub(crate) fn wake(&self) {
+        // An eventfd of this process is refused only when it is full: then it is rung.
+        let _ = self.parker.bell().ring();
+    }
+
+    /// A link that `peer` has dialled over TCP, with the capacity of its rings. `None` until all its connections are there.
+    pub(crate) fn take_arrived(&self, channel: u32, peer: &Peer) -> Option<(u64, Vec<Secured>)> {
+        let place = |stream| (channel, peer.rank, stream);
+        let mut arrivals = self.arrivals.lock();
+        let (capacity, Arrival::Tcp { streams, .. }) = arrivals.get(&place(0))? else { return None };
+        let (capacity, streams) = (*capacity, *streams);
+        if !(1..streams).all(|stream| arrivals.contains_key(&place(stream))) {
+            return None;
+        }
+        let connection = |stream| match arrivals.remove(&place(stream)) {
+            Some((_, Arrival::Tcp { secured, .. })) => Some(secured),
+            _ => None,
+        };
+        Some((capacity, (0..streams).filter_map(connection).collect()))
     }
 
     /// Waits for a link that `peer` dials.
@@ -211,8 +234,7 @@ impl Shared {
         }
         drop(self.arrivals.lock());
         self.arrived.notify_all();
-        // An eventfd of this process is refused only when it is full: then it is rung.
-        let _ = self.parker.bell().ring();
+        self.wake();
     }
 
     /// The longest time for which a peer may show no life. If ranks hear of losses from others, that needs some of the

@@ -206,7 +206,8 @@ def compare(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> No
     basics.shutdown()
     if not fits:
         raise SystemExit("--write needs several ranks, the same number on each host")
-    names = [*FEW_STEPS, "pipeline", *(["hierarchy"] if hosts > 1 and each > 1 else [])]
+    across = [name for name, fits in (("hierarchy", hosts > 1 and each > 1), ("halving", hosts > 1)) if fits]
+    names = [*FEW_STEPS, "pipeline", *across]
     rows: dict[str, dict[int, Row]] = {}
     for name in names:
         os.environ[CHOICE] = name

@@ -19,7 +19,7 @@
 //! **No deadlock.** Steps are the same sequence on the two ends of every link, a member reads whatever comes from its
 //! partner while it writes to it, and the earliest unfinished step has both its ends in it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 use super::message::Message;
@@ -165,6 +165,14 @@ impl Job for Adasum {
         }
         self.store();
         Ok(Moved { any: true, done: true })
+    }
+
+    fn links(&self, peers: &Peers) -> Vec<usize> {
+        let links = self.steps.iter().filter_map(|step| match step {
+            Step::Swap { with, .. } | Step::Agree { with } => Some(peers.link_to(*with)),
+            Step::Measure { .. } | Step::Combine { .. } => None,
+        });
+        links.collect::<BTreeSet<usize>>().into_iter().collect()
     }
 }
 

@@ -108,6 +108,11 @@ impl Job for Allgather {
         }
         Ok(Moved { any, done })
     }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let is_used = |stream: &Stream| !stream.out.is_empty() || !stream.incoming.is_empty();
+        (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
+    }
 }
 
 #[cfg(test)]

@@ -64,4 +64,9 @@ impl Job for Alltoall {
         }
         Ok(Moved { any, done })
     }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let is_used = |stream: &Stream| !stream.out.is_finished() || !stream.incoming.is_finished();
+        (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
+    }
 }

@@ -7,6 +7,8 @@
 //! tells the one `2^k` ahead and hears from the one `2^k` behind. The distances differ, so a link carries one token a
 //! barrier at most.
 
+use std::collections::BTreeSet;
+
 use super::UNIT;
 use super::message::Message;
 use super::peers::{Job, Moved, Peers};
@@ -71,5 +73,10 @@ impl Job for Barrier {
             self.round += 1;
         }
         Ok(Moved { any, done: true })
+    }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let exchanges = self.rounds.iter().flatten();
+        exchanges.flat_map(|one| [one.to, one.from]).collect::<BTreeSet<usize>>().into_iter().collect()
     }
 }

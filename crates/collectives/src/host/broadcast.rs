@@ -152,6 +152,12 @@ impl Job for Broadcast {
         }
         Ok(Moved { any: ready > 0, done })
     }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let mut links: Vec<usize> = self.children.iter().copied().chain(self.parent).collect();
+        links.sort_unstable();
+        links
+    }
 }
 
 #[cfg(test)]

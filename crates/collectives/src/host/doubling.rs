@@ -12,7 +12,7 @@
 
 pub(super) mod program;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use farandole_transport::Link;
 
@@ -198,5 +198,10 @@ impl Job for Doubling {
         }
         self.outputs.write(0, &self.values);
         Ok(Moved { any: true, done: true })
+    }
+
+    fn links(&self, peers: &Peers) -> Vec<usize> {
+        let links = self.steps.iter().flat_map(|step| self.traffic(peers, *step).0);
+        links.collect::<BTreeSet<usize>>().into_iter().collect()
     }
 }

@@ -5,6 +5,11 @@
 //!
 //! A mesh has a link between any two members, so the minimum over what a member sees and what all others say is the
 //! minimum over the whole communicator.
+//!
+//! Nothing is said on links that are opened at their first use, or all of them would open here. Members that are the
+//! same in the eyes of their neighbours on the other links are the same everywhere, if these links connect them all. A
+//! member that differs ends here, and takes part in no operation. Rings are equally large on both ends of such a link,
+//! as opening it checks.
 
 use super::UNIT;
 use super::message::Message;
@@ -96,9 +101,8 @@ impl Job for Greeting {
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved> {
         let facts = self.facts;
         let (mut any, mut done) = (false, true);
-        for ((link, out), (message, theirs)) in
-            peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming)
-        {
+        let links = peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming);
+        for ((link, out), (message, theirs)) in links.filter(|((link, _), _)| !link.sender.is_on_demand()) {
             let card = &self.card;
             any |= out.put(&mut *link.sender, |at, to| to.copy_from_slice(&card[at..at + to.len()]))?;
             let arrived = message.take(&mut *link.receiver, |at, from| {

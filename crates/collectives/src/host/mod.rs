@@ -2,6 +2,11 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The communicator over links: every member has one to every other, of any kind.
+//!
+//! Links may be of the kind that is opened at its first use. **No deadlock** with those: an operation asks for all links
+//! that it uses before it moves anything ([`Job::links`](peers::Job::links)). A link opens when both ends have asked for
+//! it, whatever the members do next. Consider the first operation that is not over on all members. All members have begun
+//! it, so both ends of each of its links have asked, and the links open. Then the proofs of the algorithms hold.
 
 mod adasum;
 mod allgather;
@@ -14,6 +19,7 @@ mod direct;
 mod doubling;
 mod exchange;
 mod greeting;
+mod halving;
 mod hierarchy;
 mod hosts;
 mod in_place;
@@ -72,7 +78,8 @@ enum Planned {
 impl HostCommunicator {
     /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank order. Every
     /// member must make its own at the same point of all links' streams; the first operation begins with a greeting
-    /// that compares what they made.
+    /// that compares what they made. Links that are opened at their first use are not greeted over: the others must
+    /// connect all members.
     ///
     /// # Errors
     /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple of `ALIGNMENT`.
@@ -122,6 +129,10 @@ impl HostCommunicator {
         let Some(running) = &mut self.running else {
             let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
             let job = planned.start(&mut self.peers, &self.crossover)?;
+            if self.peers.on_demand {
+                let links = job.links(&self.peers);
+                self.peers.ask(&links);
+            }
             self.running = Some(Running { token: Some(token), job, done: false });
             return Ok(true);
         };
@@ -166,6 +177,7 @@ impl Planned {
                     Algorithm::Hierarchy => {
                         Box::new(hierarchy::Hierarchy::new(peers, reducer, inputs, outputs)?)
                     }
+                    Algorithm::Halving => Box::new(halving::Halving::new(peers, reducer, inputs, outputs)?),
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.size() == 1 => {

@@ -10,6 +10,7 @@ use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
 use super::UNIT;
+use super::halving::Lane;
 use super::hierarchy::Route;
 use super::hosts::Hosts;
 use super::in_place::Regions;
@@ -34,6 +35,8 @@ pub(super) struct Peers {
     pub(super) scratch: Scratch,
     /// Memory of members that others work in.
     pub(super) regions: Regions,
+    /// Whether there are links that are opened at their first use.
+    pub(super) on_demand: bool,
 }
 
 /// Blocks for operations that pack or keep something.
@@ -41,10 +44,12 @@ pub(super) struct Peers {
 pub(super) struct Scratch {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
-    /// For the next hierarchy.
+    /// For the next hierarchy or halving.
     pub(super) store: Vec<Vec<u8>>,
     /// Routes of hierarchies; made by the first.
     pub(super) routes: Option<Arc<[Route]>>,
+    /// The same of halvings.
+    pub(super) lanes: Option<Arc<[Lane]>>,
 }
 
 /// The result of a poll.
@@ -60,6 +65,12 @@ pub(super) struct Moved {
 pub(super) trait Job: Send {
     /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut Peers) -> Result<Moved>;
+
+    /// The links over which something goes, before anything has moved. Those that are opened at their first use are
+    /// asked for at once, so that they open side by side. Whatever a job polls besides opens then.
+    fn links(&self, peers: &Peers) -> Vec<usize> {
+        (0..peers.links.len()).collect()
+    }
 }
 
 impl Peers {
@@ -89,6 +100,7 @@ impl Peers {
         let hosts = Hosts::new(numbers, member);
         let orders = (hosts.count() > 1).then(|| Arc::new(Orders::new(&hosts.sizes())));
         let shape = Shape { members: size, hosts: hosts.count(), together: hosts.largest() };
+        let on_demand = links.iter().any(|link| link.sender.is_on_demand());
         Ok(Self {
             member,
             rank,
@@ -99,6 +111,7 @@ impl Peers {
             capacity,
             scratch: Scratch::default(),
             regions: Regions::default(),
+            on_demand,
         })
     }
 
@@ -120,6 +133,16 @@ impl Peers {
     pub(super) fn local_links(&self) -> Range<usize> {
         let members = self.hosts.members(self.hosts.own());
         members.start..members.end - 1
+    }
+
+    /// Asks for links that are not open, the nearest lower members first: when all members ask at the same time, they ask
+    /// different ones.
+    pub(super) fn ask(&mut self, links: &[usize]) {
+        for link in links.iter().rev() {
+            if let Some(link) = self.links.get_mut(*link) {
+                link.sender.ask();
+            }
+        }
     }
 
     /// Pushes out what links keep locally. True when nothing is left that could still arrive.

@@ -7,6 +7,7 @@
 //! leave in the order of the steps and are received in that order, as messages on a link are.
 
 use super::doubling::program as doubling;
+use super::halving::program as halving;
 use super::hierarchy::program as hierarchy;
 use super::hosts::Hosts;
 use super::message::padded;
@@ -98,12 +99,18 @@ impl Builder {
 
     /// Sends `messages` that have `bytes` in all, padding included.
     pub(super) fn send(&mut self, to: usize, load: Load, after: &[u32]) -> u32 {
+        self.send_over(to, to, load, after)
+    }
+
+    /// As [`send`](Self::send), over one of several links to a member, which each have a number of their own.
+    pub(super) fn send_over(&mut self, link: usize, to: usize, load: Load, after: &[u32]) -> u32 {
         let mut all = after.to_vec();
-        all.extend(self.last.get(to).copied().flatten());
+        all.extend(self.last.get(link).copied().flatten());
         let step = self.push(Action::Send(load.with(to)), &all);
-        if let Some(last) = self.last.get_mut(to) {
-            *last = Some(step);
+        if self.last.len() <= link {
+            self.last.resize(link + 1, None);
         }
+        self.last[link] = Some(step);
         step
     }
 
@@ -182,6 +189,7 @@ enum Way {
     Doubling,
     Pipeline(pipeline::Cut),
     Hierarchy(hierarchy::Schedule),
+    Halving(halving::Schedule),
 }
 
 impl Plan {
@@ -204,6 +212,7 @@ impl Plan {
             Algorithm::Doubling => Way::Doubling,
             Algorithm::Pipeline => Way::Pipeline(pipeline::cut(bytes, members, capacity)?),
             Algorithm::Hierarchy => Way::Hierarchy(hierarchy::Schedule::new(bytes, &hosts, width, capacity)?),
+            Algorithm::Halving => Way::Halving(halving::Schedule::new(bytes, &hosts, width, capacity)?),
         };
         Some(Self { hosts, bytes, width, way })
     }
@@ -216,6 +225,7 @@ impl Plan {
             Way::Doubling => Some(Algorithm::Doubling),
             Way::Pipeline(_) => Some(Algorithm::Pipeline),
             Way::Hierarchy(_) => Some(Algorithm::Hierarchy),
+            Way::Halving(_) => Some(Algorithm::Halving),
         }
     }
 
@@ -239,6 +249,10 @@ impl Plan {
                 let hosts = self.hosts.count() as u64;
                 schedule.chunks() as u64 * (hosts * (hosts - 1) * 2 + 2 * (members - hosts))
             }
+            Way::Halving(schedule) => {
+                let hosts = self.hosts.count() as u64;
+                schedule.chunks() as u64 * (2 * hosts * u64::from(hosts.ilog2()) + 2 * (members - hosts))
+            }
         }
     }
 
@@ -250,6 +264,7 @@ impl Plan {
             Way::Doubling => doubling::program(&self.hosts, member, self.bytes, self.width),
             Way::Pipeline(cut) => pipeline::program(cut, member),
             Way::Hierarchy(schedule) => hierarchy::program(schedule, member, self.width),
+            Way::Halving(schedule) => halving::program(schedule, member),
         }
     }
 
@@ -260,6 +275,7 @@ impl Plan {
         match self.way {
             Way::Pipeline(_) => equal && sizes[0] == 1,
             Way::Hierarchy(_) => equal,
+            Way::Halving(_) => equal && sizes.len().is_power_of_two(),
             _ => false,
         }
     }
@@ -270,11 +286,12 @@ impl Plan {
     }
 
     /// Returns the steps of a member of the first host, in which transfers to other hosts go to the member itself, as
-    /// one transfer for each chunk: its counterparts on other hosts send the same bytes at the same time.
+    /// one transfer for each chunk, or for each of its swaps: its counterparts on other hosts send the same bytes at the same time.
     pub fn folded(&self, member: usize) -> Program {
         match &self.way {
             Way::Pipeline(cut) => pipeline::folded(cut),
             Way::Hierarchy(schedule) => hierarchy::folded(schedule, member, self.width),
+            Way::Halving(schedule) => halving::folded(schedule, member),
             _ => Program::default(),
         }
     }

@@ -83,11 +83,18 @@ pub(crate) fn linked(
     }
     let mesh = join(config, &client, &world, meeting, deadline)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
-    let mut open =
-        |channel, peers: &[Rank], capacity| mesh.open_until(channel, peers, capacity, deadline, interrupted);
-    let control = open(links::CONTROL, &control_peers(&world, &everybody), links::CONTROL_CAPACITY)?;
-    let others: Vec<Rank> = everybody.into_iter().filter(|rank| *rank != world.rank).collect();
-    let data = open(links::DATA, &others, links::data_capacity(&world, links::budget(&world, config)))?;
+    let neighbours = control_peers(&world, &everybody);
+    let control =
+        mesh.open_until(links::CONTROL, &neighbours, links::CONTROL_CAPACITY, deadline, interrupted)?;
+    let data = links::Data {
+        world: &world,
+        members: &everybody,
+        channel: links::DATA,
+        capacity: links::data_capacity(&world, links::budget(&world, config)),
+        most: config.links_at_start,
+        deadline,
+    };
+    let data = data.open(&mesh, interrupted)?;
     if let Some(warning) = links::fallbacks(&mesh.fallbacks()) {
         tracing::warn!("{warning}");
     }

@@ -105,7 +105,7 @@ fn ranks_of_several_hosts_form_a_world_over_tcp() {
 /// W-4: as mpirun deals ranks out by node, in every way of reducing.
 #[test]
 fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
-    for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy"] {
+    for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let host = Some("127.0.0.1".to_owned());
         let options = Options { host, ..Options::from_config(5, &config()) };
         let registrar = Registrar::start_in_order(options, None).unwrap();
@@ -126,6 +126,26 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
             },
         );
         assert_eq!(seats, [(3, 2), (2, 2), (3, 2), (2, 2), (3, 1)]);
+    }
+}
+
+/// In every way of reducing, in the world and in process sets; the first operation of each is what opens its links.
+#[test]
+fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
+    for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
+        let config = Config { allreduce_algorithm: algorithm.to_owned(), links_at_start: 0, ..config() };
+        let wishes = Wishes { process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]], ..Wishes::default() };
+        world(
+            8,
+            |task| (task % 6).to_string(),
+            |client, deadline| {
+                let session = launched(&config, client, &wishes, deadline, &mut || false).unwrap();
+                let (set, members) =
+                    if [1, 4].contains(&session.world().rank.0) { (2, 2.0) } else { (1, 6.0) };
+                assert_eq!(sum_in(&session, ProcessSetId(set)), members, "{algorithm}");
+                assert_eq!(sum(&session, &vec![1.0; 50_000]), vec![8.0; 50_000], "{algorithm}");
+            },
+        );
     }
 }
 

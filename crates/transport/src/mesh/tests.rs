@@ -159,6 +159,33 @@ fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection
     assert!(times[1..].iter().all(|time| *time < Duration::from_millis(200)), "{times:?}");
 }
 
+#[test]
+fn links_are_dialled_16_at_a_time_and_no_more_when_nobody_wants_them() {
+    const OTHERS: u32 = 20;
+    let (dead, meeting) = (crate::race::tests::dead(), MemoryRendezvous::default());
+    for rank in 0..OTHERS {
+        let host = HostHash("here".to_owned());
+        let card = Card { host, pid: 1, door: 0, local: String::new(), addresses: vec![dead.address] };
+        meeting.put(&format!("mesh/0/{rank}"), &card.encode());
+    }
+    let mesh =
+        Mesh::join(MeshOptions { rank: Rank(OTHERS), size: OTHERS + 1, ..options() }, &meeting).unwrap();
+    let (peers, deadline) = ((0..OTHERS).map(Rank).collect::<Vec<_>>(), Instant::now() + PATIENCE);
+    let mut links = mesh.open_on_demand(1, &peers, 4096, deadline, &mut || false).unwrap();
+    assert_eq!(mesh.dials.threads(), 0, "nobody has asked");
+    for link in &mut links {
+        link.sender.ask();
+        link.sender.ask();
+    }
+    assert_eq!(mesh.dials.threads(), 16);
+    drop(links);
+    // Sooner than a dial takes that nobody answers.
+    while mesh.dials.threads() > 0 {
+        assert!(Instant::now() < deadline);
+        thread::yield_now();
+    }
+}
+
 /// The keys of both ends of a connection of heartbeats.
 fn both_keys() -> (Keys, Keys) {
     let hello = Hello {

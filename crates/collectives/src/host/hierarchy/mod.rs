@@ -473,16 +473,33 @@ pub(super) fn join_blocks(
     bytes: usize,
     out: &mut [u8],
 ) {
-    let expansion = reducer.expansion();
-    own.visit(start, bytes, |offset, mine| {
-        let here = offset..offset + mine.len();
-        let out = &mut out[here.start * expansion..here.end * expansion];
-        let (before, after) = windows.split_at(place);
-        let mut inputs: Vec<&[u8]> = before.iter().map(|window| &window[here.clone()]).collect();
-        inputs.push(mine);
-        inputs.extend(after.iter().map(|window| &window[here.clone()]));
-        reducer.begin(&inputs, out);
-    });
+    let begin = |inputs: &[&[u8]], out: &mut [u8]| reducer.begin(inputs, out);
+    let from = Inputs { windows, place, own, start, bytes };
+    from.join(reducer.expansion(), begin, out);
+}
+
+/// Inputs of a host in member order, `place` being this member's among them.
+pub(super) struct Inputs<'a> {
+    pub(super) windows: &'a [&'a [u8]],
+    pub(super) place: usize,
+    pub(super) own: &'a Flat,
+    pub(super) start: usize,
+    pub(super) bytes: usize,
+}
+
+impl Inputs<'_> {
+    /// Joins them to partials that take `width` times the bytes.
+    pub(super) fn join(&self, width: usize, join: impl Fn(&[&[u8]], &mut [u8]), out: &mut [u8]) {
+        self.own.visit(self.start, self.bytes, |offset, mine| {
+            let here = offset..offset + mine.len();
+            let out = &mut out[here.start * width..here.end * width];
+            let (before, after) = self.windows.split_at(self.place);
+            let mut inputs: Vec<&[u8]> = before.iter().map(|window| &window[here.clone()]).collect();
+            inputs.push(mine);
+            inputs.extend(after.iter().map(|window| &window[here.clone()]));
+            join(&inputs, out);
+        });
+    }
 }
 
 impl Job for Hierarchy {
@@ -512,6 +529,10 @@ impl Job for Hierarchy {
             peers.scratch.store = std::mem::take(&mut self.store);
         }
         Ok(Moved { any, done })
+    }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        self.routes.iter().map(|route| route.link).collect()
     }
 }
 

@@ -74,7 +74,8 @@ pub(in super::super) fn pays(
     bytes: &[Vec<usize>],
 ) -> bool {
     let all = bytes.iter().flatten().sum();
-    crossover.choose(peers.shape, all, peers.capacity) == Algorithm::Hierarchy
+    let chosen = crossover.choose(peers.shape, all, peers.capacity);
+    matches!(chosen, Algorithm::Hierarchy | Algorithm::Halving)
         && peers.hosts.largest() > 1
         && peers.capacity >= UNIT * reducer.expansion()
 }
@@ -279,6 +280,11 @@ impl Job for Across {
             peers.scratch.packed = std::mem::take(&mut self.store);
         }
         Ok(Moved { any, done })
+    }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let is_used = |stream: &Stream| !stream.out.is_empty() || !stream.incoming.is_empty();
+        (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }
 

@@ -117,4 +117,9 @@ impl Job for Reducescatter {
         let sent = self.streams.iter().all(|stream| stream.out.is_finished());
         Ok(Moved { any, done: sent && self.incoming.is_finished() })
     }
+
+    fn links(&self, _peers: &Peers) -> Vec<usize> {
+        let is_used = |stream: &Stream| !stream.out.is_finished() || !self.incoming.is_finished();
+        (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
+    }
 }
