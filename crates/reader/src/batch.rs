@@ -53,6 +53,12 @@ impl Batch {
         columns.fold(column(WEIGHT), usize::saturating_add)
     }
 
+    /// Bytes that this batch takes in memory.
+    pub(crate) fn size(&self) -> u64 {
+        let texts = self.texts.iter().flatten().map(Gathered::size);
+        texts.fold(self.bytes as u64, u64::saturating_add)
+    }
+
     /// Writes the weights.
     pub(crate) fn weigh(&mut self) {
         let Some(held) = self.held(self.fields.len()) else { return };

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::footer::last_words;
 use crate::pages::Bench;
 use crate::pool::Pool;
-use crate::state::{Bytes, Job, State};
+use crate::state::{Ahead, Bytes, Job, State};
 
 /// Bytes of batches that are ready ahead of the consumer, at most.
 const AHEAD_BYTES: u64 = 16 << 20;
@@ -259,7 +259,7 @@ impl Setup {
 /// The parts of the budget.
 struct Share {
     blocks: u64,
-    ahead: u64,
+    ahead: Ahead,
 }
 
 impl Share {
@@ -277,8 +277,11 @@ impl Share {
             return Err(Error::Budget { budget, needed, blocks, batches });
         };
         let batch = batch.saturating_add(padded);
-        let more = (spare / 4).min(AHEAD_BYTES) / batch.max(1);
-        let (ahead, spare) = (1 + more.min(63), spare - more.min(63) * batch);
+        let most = (spare / 4).min(AHEAD_BYTES);
+        let more = (most / batch.max(1)).min(63);
+        // Texts may take more than files state, so their bytes are limited, too.
+        let bytes = most.saturating_add(batch);
+        let (ahead, spare) = (Ahead { batches: 1 + more, bytes }, spare - more * batch);
         // Requests over a network do not wait for each other. Local files are there when they are needed, and memory
         // that has just been used is faster than what has not.
         let early =

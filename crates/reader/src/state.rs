@@ -29,6 +29,13 @@ pub(crate) enum Job {
     Assemble(Box<Draft>, Copying),
 }
 
+/// What may be ready before the consumer asks for it, at most. At least one batch may.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead {
+    pub(crate) batches: u64,
+    pub(crate) bytes: u64,
+}
+
 /// The state of an epoch.
 pub(crate) struct State {
     /// Parts by first step (RE-3).
@@ -55,8 +62,12 @@ pub(crate) struct State {
     next_step: u64,
     next_out: u64,
     steps: u64,
-    ahead: u64,
+    ahead: Ahead,
     ready: BTreeMap<u64, Batch>,
+    /// Bytes of the ready batches.
+    ready_bytes: u64,
+    /// Bytes of the largest batch so far.
+    widest: u64,
     /// The error, for the consumer.
     pub(crate) error: Option<Error>,
     /// Whether threads shall end.
@@ -66,9 +77,9 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is loaded; at most `ahead`
-    /// batches before the consumer; `apart` when threads of their own fetch.
-    pub(crate) fn new(plan: &Plan, cost: Vec<(u64, u64)>, budget: u64, ahead: u64, apart: bool) -> Self {
+    /// The start of an epoch: `cost` in bytes of every part, decoded and besides while it is loaded; `apart` when
+    /// threads of their own fetch.
+    pub(crate) fn new(plan: &Plan, cost: Vec<(u64, u64)>, budget: u64, ahead: Ahead, apart: bool) -> Self {
         Self {
             queue: plan.queue(),
             queued: 0,
@@ -86,8 +97,10 @@ impl State {
             next_step: 0,
             next_out: 0,
             steps: plan.steps(),
-            ahead: ahead.max(1),
+            ahead: Ahead { batches: ahead.batches.max(1), ..ahead },
             ready: BTreeMap::new(),
+            ready_bytes: 0,
+            widest: 0,
             error: None,
             ended: false,
             fetchers: 0,
@@ -136,7 +149,7 @@ impl State {
 
     /// The next batch to put together, if its blocks are there and it may be made yet.
     pub(crate) fn assembly(&mut self, plan: &Plan) -> Option<Job> {
-        if self.begun || self.next_step >= self.steps || self.next_step >= self.next_out + self.ahead {
+        if self.begun || self.next_step >= self.steps || self.is_far_ahead() {
             return None;
         }
         let mut draft =
@@ -155,6 +168,15 @@ impl State {
                 None
             }
         }
+    }
+
+    /// Returns whether the batches that are ready, or are being put together, are as many as may be, or take as many
+    /// bytes as they may. The consumer's next batch is always put together.
+    fn is_far_ahead(&self) -> bool {
+        let batches = self.next_step - self.next_out;
+        let coming = self.widest.saturating_mul(self.copying as u64 + 1);
+        batches >= self.ahead.batches
+            || (batches > 0 && self.ready_bytes.saturating_add(coming) > self.ahead.bytes)
     }
 
     /// Returns whether nothing can be loaded before blocks are released, and the next batch waits for a part.
@@ -221,6 +243,8 @@ impl State {
 
     /// A batch is ready.
     pub(crate) fn assembled(&mut self, number: u64, batch: Batch) {
+        self.widest = self.widest.max(batch.size());
+        self.ready_bytes = self.ready_bytes.saturating_add(batch.size());
         self.ready.insert(number, batch);
     }
 
@@ -252,6 +276,7 @@ impl State {
     pub(crate) fn take(&mut self) -> Option<Batch> {
         let batch = self.ready.remove(&self.next_out)?;
         self.next_out += 1;
+        self.ready_bytes = self.ready_bytes.saturating_sub(batch.size());
         Some(batch)
     }
 
@@ -262,7 +287,8 @@ impl State {
 
     /// Returns whether so few batches are ahead of the consumer that a thread should wake up.
     pub(crate) fn hungry(&self) -> bool {
-        self.next_step < self.steps && self.next_step - self.next_out <= self.ahead / 2
+        let few = self.next_step - self.next_out <= self.ahead.batches / 2;
+        self.next_step < self.steps && few && self.ready_bytes <= self.ahead.bytes / 2
     }
 
     /// Batches taken.

@@ -71,6 +71,11 @@ impl Gathered {
         self.values.bytes().get(..self.bytes).unwrap_or_default()
     }
 
+    /// Bytes of both.
+    pub(crate) fn size(&self) -> u64 {
+        (self.ends().len() + self.values().len()) as u64
+    }
+
     /// Both, to be written.
     pub(crate) fn parts_mut(&mut self) -> (&mut [u8], &mut [u8]) {
         let ends = self.ends.bytes_mut().get_mut(..(self.rows + 1) * PLACE).unwrap_or_default();

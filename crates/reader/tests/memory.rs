@@ -54,6 +54,8 @@ fn read(url: &str) -> (Result<usize, Error>, usize) {
             Ok(Next::Batch(batch)) => {
                 assert_eq!(batch.texts(0).unwrap().1.len(), MIB);
                 rows += 1;
+                // The threads put together what they may.
+                std::thread::sleep(Duration::from_millis(if rows == 1 { 500 } else { 0 }));
             }
             Ok(Next::End) => break Ok(rows),
             Ok(Next::Pending) => unreachable!("no batch within 30 s"),
@@ -75,8 +77,8 @@ fn values_that_are_stored_once_take_no_more_memory_than_the_budget_lets_them() {
     let (rows, most) = read("memory://dictionary");
     assert_eq!(rows.unwrap(), 120);
     let more = most.saturating_sub(before);
-    // Batches that wait, and blocks in work; the rows have 120 MiB.
-    assert!(more < 3 * BUDGET, "a dictionary of {MIB} bytes: {more}");
+    // Batches that wait, those that the pool keeps, and blocks in work; the rows have 120 MiB.
+    assert!(more < 2 * BUDGET, "a dictionary of {MIB} bytes: {more}");
 
     // Four budgets at most, those of the last piece, and half as much that a vector keeps when it grows.
     let (rows, most) = read("memory://prefixes");
