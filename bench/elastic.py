@@ -427,7 +427,7 @@ class Table:
 
 def main() -> None:
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--goodput", type=float, default=600.0, help="seconds of the run with a SIGKILL a minute")
     parser.add_argument(

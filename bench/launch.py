@@ -110,7 +110,7 @@ def middle(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     """Measures, prints the table and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

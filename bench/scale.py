@@ -81,7 +81,7 @@ def measure(hosts: int, each: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the table and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--worlds", default="1x2,1x4,1x8,2x1,2x2,2x4,4x2,4x4,8x2,8x4")
     worlds = [tuple(map(int, world.split("x"))) for world in parser.parse_args().worlds.split(",")]
     rows = []

@@ -80,8 +80,8 @@ def test_messages_of_the_troubleshooting_page_stand_in_the_sources():
     section = (DOCS / "troubleshooting.md").read_text().split("## By symptom")[0]
     messages = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
     files = [*ROOT.glob("crates/*/src/**/*.rs"), *ROOT.glob("python/farandole/**/*.py")]
-    # A literal may continue in the next line, after a backslash.
-    sources = "\n".join(re.sub(r"\\\n\s*", "", file.read_text()) for file in files)
+    # A literal may continue in the next line: after a backslash in Rust, as another literal in Python.
+    sources = "\n".join(re.sub(r"\\\n\s*|\"\n\s*f?\"", "", file.read_text()) for file in files)
     sources = re.sub(r"\{[^{}\n]*\}", "...", sources)
     missing = [message for message in messages if message not in sources]
     assert messages

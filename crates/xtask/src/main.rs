@@ -5,7 +5,7 @@
 //! `cargo xtask proto` (refreshes generated code).
 //!
 //! ```text
-//! check ── edges, config_docs, proto, files, openings ──> an error that names each file
+//! check ── edges, config_docs, proto, files, openings, width ──> an error that names each file
 //! docs ─── config_docs ──> docs/reference/configuration.md
 //! proto ── proto ────────> crates/registrar/src/generated
 //! ```
@@ -15,6 +15,7 @@ mod edges;
 mod files;
 mod openings;
 mod proto;
+mod width;
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -29,7 +30,8 @@ fn main() -> Result<()> {
             config_docs::check(&root)?;
             proto::check(&root)?;
             files::check(&root)?;
-            openings::check(&root)
+            openings::check(&root)?;
+            width::check(&root)
         }
         Some("deps") => edges::check(&root),
         Some("docs") => config_docs::write(&root),
