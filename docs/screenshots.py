@@ -124,6 +124,7 @@ def pictures_of_the_tab(browser: Browser, spark: str) -> None:
     page.goto(f"{spark}/training/")
     page.wait_for_selector("#facts .ended")
     page.wait_for_selector("#executors tr:nth-child(3) td:has-text('GiB')")
+    rename_host(page)
     page.screenshot(path=DOCS / "spark/images/training-tab.png", full_page=True)
 
 
@@ -141,10 +142,26 @@ def pictures_of_the_viewer(browser: Browser, store: str) -> None:
             page.wait_for_selector("body[data-ready]")
             page.wait_for_selector(shown)
             page.wait_for_timeout(500)  # the charts are drawn in the next frames
+            rename_host(page)
             last = page.locator("[data-section=Timeline]")  # what follows are long lists of names and values
             clip = {"x": 0, "y": 0, "width": WIDTH, "height": bottom(last)} if last.count() else None
             page.screenshot(path=images / f"{name}.png", full_page=name != "runs-list", clip=clip)
             page.close()
+
+
+def rename_host(page: Page) -> None:
+    """Writes `this-host` for the name of this host, which says nothing to readers."""
+    page.evaluate(
+        """(pattern) => {
+            const host = new RegExp(pattern, "g");
+            const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+            while (texts.nextNode()) {
+                const text = texts.currentNode;
+                text.data = text.data.replace(host, "this-host");
+            }
+        }""",
+        rf"{re.escape(socket.gethostname())}[-\w]*",
+    )
 
 
 def bottom(part: Locator) -> float:
@@ -161,8 +178,8 @@ def picture_of_a_notebook(browser: Browser, folder: Path) -> None:
     texts = [output.get("data", {}).get("text/html", "") for output in notebook.cells[0].outputs]
     (text,) = [one for one in texts if "farandole-progress" in one]
     page = opened(browser)
-    text = re.sub(rf"{re.escape(socket.gethostname())}[-\w]*", "this-host", text)  # the name says nothing to readers
     page.set_content(f"<body style='font: 14px system-ui, sans-serif; width: 760px'>{text}")
+    rename_host(page)
     page.locator(".farandole-progress").screenshot(path=DOCS / "user-guide/images/notebook-fit.png")
 
 
