@@ -137,10 +137,19 @@ impl Store {
         Ok(items.into_iter().map(item).collect())
     }
 
-    fn sweep(&self, py: Python<'_>, older_than: f64) -> PyResult<Vec<(String, usize, u64)>> {
-        let age = Duration::try_from_secs_f64(older_than)
-            .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {older_than}")))?;
-        let swept = py.detach(|| store::sweep(&self.0, age, SystemTime::now())).map_err(refuse)?;
+    #[pyo3(signature = (older_than = None, larger_than = None))]
+    fn sweep(
+        &self,
+        py: Python<'_>,
+        older_than: Option<f64>,
+        larger_than: Option<u64>,
+    ) -> PyResult<Vec<(String, usize, u64)>> {
+        let age = |seconds| {
+            Duration::try_from_secs_f64(seconds)
+                .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))
+        };
+        let limits = store::Limits { older_than: older_than.map(age).transpose()?, larger_than };
+        let swept = py.detach(|| store::sweep(&self.0, limits, SystemTime::now())).map_err(refuse)?;
         Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())
     }
 

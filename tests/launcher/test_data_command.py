@@ -127,6 +127,25 @@ def test_a_store_is_listed_summed_up_and_tidied(tmp_path, source):
     assert "an age needs a unit" in farandole("store", "gc", store, "--older-than", "30", status=2)
 
 
+def test_a_store_is_tidied_by_size(tmp_path, source):
+    store = tmp_path / "store"
+    for seed in ("1", "2"):
+        farandole("data", "prepare", source, "--to", store, "--csv", "delimiter=;", "--seed", seed)
+    first, second = sorted(store.iterdir())
+    old = time.time() - 3600
+    for file in first.iterdir():
+        os.utime(file, (old, old))
+    size = sum(file.stat().st_size for file in second.iterdir())
+    assert farandole("store", "gc", store, "--larger-than", "1GiB") == ""
+    dry = farandole("store", "gc", store, "--larger-than", f"{size}B", "--dry-run")
+    assert first.name in dry
+    assert second.name not in dry
+    assert farandole("store", "gc", store, "--older-than", "30d", "--larger-than", "1GiB") == ""
+    assert first.name in farandole("store", "gc", store, "--larger-than", f"{size}B")
+    assert [path.name for path in store.iterdir()] == [second.name]
+    assert "a size needs a unit" in farandole("store", "gc", store, "--larger-than", "30", status=2)
+
+
 def test_data_in_use_is_not_deleted(tmp_path, source):
     code = f"""
 import sys

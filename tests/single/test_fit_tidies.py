@@ -108,6 +108,48 @@ def test_data_that_is_read_only_is_trained_on(tmp_path, monkeypatch):
     assert made.fit_on_parquet(path=data.train_url).getHistory()[-1]["rows"] == 64
 
 
+def test_a_fit_deletes_the_oldest_prepared_data_until_the_rest_is_small_enough(tmp_path, capsys):
+    made = [prepare_data(rows(seed), tmp_path, label_cols=["y"]) for seed in range(4)]
+    folders = [tmp_path / f"intermediate_train_data.{data.index}" for data in made]
+    for data in made[1:]:
+        data.release()  # the first one, which is the oldest, is in use
+    for folder, days in zip(folders, (40, 30, 20, 10), strict=True):
+        aged(folder, days)
+    columns = {"feature_cols": [["a", "b"]], "epochs": 1, "run_id": "r", "verbose": 1}
+    one = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in folders)
+    estimator(tmp_path, linear(), **columns, gc_larger_than=100 * one).fit(rows(4))
+    assert all(folder.exists() for folder in folders), "all of it together is smaller"
+    # What the fit has prepared is as large as any other, and in use.
+    estimator(tmp_path, linear(), **columns, gc_larger_than=f"{3 * one + one // 2}B").fit(rows(4))
+    assert [folder.exists() for folder in folders] == [True, False, False, True]
+    told = f"deleted prepared data that was old or too much and not in use: {folders[1].name}, {folders[2].name}"
+    assert told in capsys.readouterr().err
+    assert (tmp_path / "runs" / "r" / "checkpoint").exists()
+    made[0].release()
+
+
+def test_a_store_is_tidied_by_age_by_size_or_by_both(tmp_path):
+    store = LocalStore(str(tmp_path))
+    for seed, days in ((0, 40), (1, 20), (2, 1)):
+        data = prepare_data(rows(seed), tmp_path, label_cols=["y"])
+        data.release()
+        aged(tmp_path / f"intermediate_train_data.{data.index}", days)
+    with pytest.raises(ValueError, match="gc needs a limit: pass older_than="):
+        store.gc()
+    assert store.gc(larger_than=1 << 30) == []
+    folders = sorted(tmp_path.glob("intermediate_train_data.*"))
+    last = sum(file.stat().st_size for file in folders[2].iterdir())
+    assert store.gc(timedelta(days=30), larger_than=last) == [folder.name for folder in folders[:2]]
+    assert store.gc(larger_than=0) == [folders[2].name]
+
+
+def test_sizes_are_bytes():
+    made = TorchEstimator()
+    for given, number in (("7B", 7), ("2KB", 2000), ("3 MiB", 3 << 20), ("20GiB", 20 << 30), ("1TB", 10**12), (5, 5)):
+        assert made.setGcLargerThan(given).getGcLargerThan() == number
+    assert made.setGcLargerThan(None).getGcLargerThan() is None
+
+
 def test_ages_are_seconds():
     made = TorchEstimator()
     for given, seconds in (("90s", 90), ("2m", 120), ("1h", 3600), ("7d", 7 * DAY), ("1w", 7 * DAY), (5, 5)):
@@ -118,10 +160,11 @@ def test_ages_are_seconds():
 
 def test_a_store_that_cannot_be_tidied_does_not_end_the_fit():
     class Store:
-        def gc(self, older_than):
+        def gc(self, older_than, *, larger_than):
+            assert larger_than == 7
             raise PermissionError(f"no: {older_than}")
 
     told = []
-    tidy(Store(), 3.0, told.append)
+    tidy(Store(), 3.0, 7, told.append)
     assert told == ["old prepared data cannot be deleted: no: 3.0"]
-    tidy(Store(), None, pytest.fail)
+    tidy(Store(), None, None, pytest.fail)

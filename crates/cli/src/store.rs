@@ -8,9 +8,10 @@ use std::io::{BufRead, Write as _};
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, Result, bail};
+use clap::builder::ArgPredicate;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::config::environment;
-use farandole::store::{Options, Store, configure, is_free, stale, sweep};
+use farandole::store::{Limits, Options, Store, configure, is_free, stale, sweep};
 
 /// Returns the command line.
 pub(crate) fn command() -> Command {
@@ -36,8 +37,8 @@ pub(crate) fn command() -> Command {
         .subcommand(
             Command::new("gc")
                 .about(
-                    "Deletes prepared data that is old and that no process uses. Runs, checkpoints and files of others \
-                     stay.",
+                    "Deletes prepared data that is old, or too much, and that no process uses. Runs, checkpoints and \
+                     files of others stay.",
                 )
                 .arg(url())
                 .arg(
@@ -45,8 +46,19 @@ pub(crate) fn command() -> Command {
                         .long("older-than")
                         .value_name("AGE")
                         .default_value("7d")
+                        .default_value_if("larger-than", ArgPredicate::IsPresent, None)
                         .value_parser(age)
                         .help("Age of a data set's newest file, such as 90s, 30m, 12h or 7d"),
+                )
+                .arg(
+                    Arg::new("larger-than")
+                        .long("larger-than")
+                        .value_name("SIZE")
+                        .value_parser(bytes)
+                        .help(
+                            "Delete the oldest prepared data until all of it takes no more than this, such as 500MB, \
+                             20GiB or 1TB. Without --older-than, data of any age",
+                        ),
                 )
                 .arg(
                     Arg::new("dry-run")
@@ -170,6 +182,16 @@ fn age(text: &str) -> Result<Duration> {
     count.checked_mul(seconds).map(Duration::from_secs).with_context(|| format!("not an age: {text}"))
 }
 
+fn bytes(text: &str) -> Result<u64> {
+    let binary = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)].map(|(unit, shift)| (unit, 1_u64 << shift));
+    let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)].map(|(unit, power)| (unit, 1000_u64.pow(power)));
+    let units = binary.into_iter().chain(decimal).chain([("B", 1)]);
+    let unit = units.into_iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, bytes)));
+    let (digits, unit) = unit.with_context(|| format!("a size needs a unit, such as 20GiB: {text}"))?;
+    let count: u64 = digits.trim().parse().with_context(|| format!("not a size: {text}"))?;
+    count.checked_mul(unit).with_context(|| format!("not a size: {text}"))
+}
+
 /// Opens stores with the options of a command line from now on.
 pub(crate) fn configure_by(matches: &ArgMatches, urls: &[String]) -> Result<()> {
     let given: Vec<(String, String)> =
@@ -199,10 +221,13 @@ pub(crate) fn store(matches: &ArgMatches) -> Result<i32> {
         "ls" => list(&store)?,
         "du" => usage(&store)?,
         _ => {
-            let older = matches.get_one("older-than").copied().unwrap_or_default();
+            let limits = Limits {
+                older_than: matches.get_one("older-than").copied(),
+                larger_than: matches.get_one("larger-than").copied(),
+            };
             let now = SystemTime::now();
             let dry = matches.get_flag("dry-run");
-            let gone = if dry { stale(&store, older, now)? } else { sweep(&store, older, now)? };
+            let gone = if dry { stale(&store, limits, now)? } else { sweep(&store, limits, now)? };
             let state = if dry { "would go" } else { "deleted" };
             gone.into_iter()
                 .map(|one| Row {
@@ -336,6 +361,15 @@ mod tests {
         assert_eq!(seconds, [90, 120, 3600, 604_800, 604_800]);
         for wrong in ["7", "d", "-1d", "1y", "99999999999999999999w"] {
             assert!(age(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn limits_of_size_have_units() {
+        let sizes = ["7B", "2KB", "2KiB", "3 MB", "20GiB", "1TB"].map(|text| bytes(text).unwrap());
+        assert_eq!(sizes, [7, 2000, 2048, 3_000_000, 20 << 30, 1_000_000_000_000]);
+        for wrong in ["7", "GB", "-1GB", "1.5GB", "1PB", "99999999TiB"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -43,5 +43,5 @@ pub use location::{full, localized};
 pub use options::{Options, configure};
 pub use remote::options_of;
 pub use store::{Entry, Item, Store};
-pub use sweep::{Swept, stale, sweep};
+pub use sweep::{Limits, Swept, stale, sweep};
 pub use upload::Upload;

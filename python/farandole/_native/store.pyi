@@ -52,8 +52,12 @@ class Store:
         """Returns the file or directory at a path; raises an error if there is none."""
     def look(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
-    def sweep(self, older_than: float) -> list[tuple[str, int, int]]:
-        """Deletes unused prepared data older than so many seconds: (relative path, files, bytes)."""
+    def sweep(self, older_than: float | None = None, larger_than: int | None = None) -> list[tuple[str, int, int]]:
+        """Deletes unused prepared data older than so many seconds, and the oldest until all has at most so many bytes.
+
+        Returns:
+            Relative path, files and bytes of each directory.
+        """
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[tuple[str, int]]:
         """Every file below `path`, as (relative path, bytes), sorted."""

@@ -228,19 +228,27 @@ class AbstractFilesystemStore(Store):
         """An fsspec file system over this store; paths are URLs, or local paths where the store is local."""
         return StoreFileSystem(storage=self._options)
 
-    def gc(self, older_than: timedelta | float) -> list[str]:
-        """Deletes prepared data below the prefix that is old and that no process uses.
+    def gc(self, older_than: timedelta | float | None = None, *, larger_than: int | None = None) -> list[str]:
+        """Deletes prepared data below the prefix that is old, or too much, and that no process uses.
 
         Runs, checkpoints and files of others are never touched.
 
         Args:
             older_than: age of a data set's newest file, as a timedelta or in seconds.
+            larger_than: bytes of prepared data that may stay. The oldest data goes until the rest, data in use
+                included, is no larger.
 
         Returns:
             The deleted directories, relative to the prefix.
+
+        Raises:
+            ValueError: neither an age nor a size.
         """
-        seconds = older_than if isinstance(older_than, (int, float)) else older_than.total_seconds()
-        return [path for path, _, _ in native.Store(self.prefix_path).sweep(float(seconds))]
+        if older_than is None and larger_than is None:
+            raise ValueError("gc needs a limit: pass older_than=, larger_than= or both")
+        known = older_than is None or isinstance(older_than, (int, float))
+        age = older_than if known else older_than.total_seconds()
+        return [path for path, _, _ in native.Store(self.prefix_path).sweep(age, larger_than)]
 
     def __repr__(self) -> str:
         """Shows the prefix."""

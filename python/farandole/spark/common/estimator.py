@@ -195,7 +195,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), shown.message)
+                tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 # Anew: a live bar has put streams of its own instead of those that the first one took.
@@ -224,7 +224,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             spec = spec_of(roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan())
             with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
                 shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), shown.message)
+                tidy(store, self.getGcOlderThan(), self.getGcLargerThan(), shown.message)
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, source, source.schema.names, roles, wanted=wanted)
                 return self._train(self._backend(), counted, shown)  # as above

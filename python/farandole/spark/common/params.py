@@ -106,6 +106,12 @@ class EstimatorParams(Parameters):
         check.optional(values.age),
         default=None,
     )
+    gc_larger_than: Parameter[str | int] = Parameter(
+        "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, data in use included, "
+        "takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
+        check.optional(values.size),
+        default=None,
+    )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.", check.at_least(1), default=None
     )
@@ -228,6 +234,7 @@ class EstimatorParams(Parameters):
     setRunId, getRunId = accessors("run_id")
     setResume, getResume = accessors("resume")
     setGcOlderThan, getGcOlderThan = accessors("gc_older_than")
+    setGcLargerThan, getGcLargerThan = accessors("gc_larger_than")
     setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
     setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
     setLabelShapes, getLabelShapes = accessors("label_shapes")

@@ -11,7 +11,7 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import names, positive, text
+from farandole.common.check import at_least, names, positive, text
 
 if TYPE_CHECKING:
     from farandole.stores.store import Store
@@ -105,6 +105,27 @@ def age(name: str, value: Any) -> float:
             raise ValueError(f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}")
         value = int(number) * unit
     return positive(name, value)
+
+
+_BYTES = {"B": 1}
+_BYTES |= {f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)}
+_BYTES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+
+
+def size(name: str, value: Any) -> int:
+    """Returns a size, such as "20GiB", as bytes.
+
+    Args:
+        name: of the parameter.
+        value: a number with a unit, or bytes.
+    """
+    if isinstance(value, str):
+        digits = value.rstrip("BiKMGT")
+        unit, number = _BYTES.get(value[len(digits) :]), digits.strip()
+        if unit is None or not (number.isascii() and number.isdigit()):
+            raise ValueError(f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}")
+        value = int(number) * unit
+    return at_least(0)(name, value)
 
 
 def features(name: str, value: Any) -> list[str | list[str]]:

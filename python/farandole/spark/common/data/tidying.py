@@ -12,20 +12,24 @@ if TYPE_CHECKING:
     from farandole.stores.store import AbstractFilesystemStore
 
 
-def tidy(store: AbstractFilesystemStore, older_than: float | None, tell: Callable[[str], None]) -> None:
-    """Deletes prepared data that is old and that no process uses; the fit continues if it cannot.
+def tidy(
+    store: AbstractFilesystemStore, older_than: float | None, larger_than: int | None, tell: Callable[[str], None]
+) -> None:
+    """Deletes prepared data that is old, or too much, and that no process uses; the fit continues if it cannot.
 
     Args:
         store: of the fit, whose own data is in use.
-        older_than: age in seconds; `None` deletes nothing.
+        older_than: age in seconds; `None` deletes nothing by age.
+        larger_than: bytes of prepared data that may stay; `None` deletes nothing by size.
         tell: receives the deleted directories.
     """
-    if older_than is None:
+    if older_than is None and larger_than is None:
         return
     try:
-        gone = store.gc(older_than)
+        gone = store.gc(older_than, larger_than=larger_than)
     except OSError as error:
         tell(f"old prepared data cannot be deleted: {error}")
         return
     if gone:
-        tell(f"deleted prepared data that was old and not in use: {', '.join(gone)}")
+        why = "old" if larger_than is None else "old or too much"
+        tell(f"deleted prepared data that was {why} and not in use: {', '.join(gone)}")

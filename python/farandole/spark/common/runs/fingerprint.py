@@ -50,7 +50,7 @@ ELSEWHERE = frozenset(
         "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader", "train_async_data_loader_queue_size",
         "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol", "rawPredictionCol",
         "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names", "output_form",
-        "statistics", "gc_older_than", "allow_pickle",
+        "statistics", "gc_older_than", "gc_larger_than", "allow_pickle",
     }
 )  # fmt: skip
 """The result does not depend on it, or only on the last digits.
