@@ -2,11 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Shuffled batches as torch tensors, next to pyarrow's plain scan of the same files in the same run.
 
-    python bench/data.py [--rows 2000000] [--repeat 5]
+    python bench/data.py [--rows 2000000] [--repeat 5] [--images 1000]
 
 Prints medians: rows per second of each, and the ratio to the scan (no shuffle, no tensors) or to pyarrow's dataset
 writer, with the least that is asked for; then how well rows are mixed, how long plans and first batches of many files
-take, and how much memory ten million rows of CSV take while they are prepared.
+take, how much memory ten million rows of CSV take while they are prepared, and how fast image files become tensors,
+next to torchvision. Without torchvision, the row of images says so.
 """
 
 from __future__ import annotations
@@ -330,12 +331,39 @@ def encoded(
     return results
 
 
+def photographs(count: int, repeat: int) -> dict[str, Any]:
+    """Prints how fast JPEG files become tensors, next to torchvision, as `bench/images.py` measures it."""
+    title = f"\n{count} photographs of 500 x 375 as float32 of 3 x 224 x 224"
+    try:
+        import images  # noqa: PLC0415 - it needs Pillow and torchvision
+    except ImportError as error:
+        told = f"not measured, {error.name} is not installed: pip install torchvision pillow"
+        print(f"{title}\n  {told}")
+        return {"not measured": told}
+    threads = images.torch.get_num_threads()
+    images.torch.set_num_threads(1)  # both sides have threads of their own
+    try:
+        how, steps = images.resized()
+        times = images.compare(images.photographs(count, "jpeg"), how, steps, repeat)
+    finally:
+        images.torch.set_num_threads(threads)
+    print(f"{title}, {images.THREADS} threads")
+    results = {}
+    for case, (seconds, _) in times.items():
+        speed = times["torchvision"][0] / seconds
+        results[case] = {"seconds": seconds, "rows_per_second": count / seconds, "ratio": speed}
+        asked = "   at least 1.0 x" if case == "farandole" else ""
+        print(f"  {case:<32} {seconds * 1e3:9.1f} ms {count / seconds:8.0f} images/s {speed:7.2f} x{asked}")
+    return results
+
+
 def main() -> None:
     """Measures all shapes of data."""
     parser = argparse.ArgumentParser(description="Batches next to a plain scan.")
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--csv-rows", type=int, default=10_000_000)
+    parser.add_argument("--images", type=int, default=1000)
     given = parser.parse_args()
     flat = [scalars(given.rows // FILES, seed) for seed in range(FILES)]
     results: dict[str, dict[str, Any]] = {"scalars": compare("20 float32 columns", flat, given.repeat)}
@@ -356,6 +384,7 @@ def main() -> None:
         mixed(flat, Path(directory))
         first_batches(Path(directory))
         results["csv"] = from_csv(Path(directory), given.csv_rows)
+    results["images"] = photographs(given.images, given.repeat)
     save("data", {"rows": given.rows, "repeat": given.repeat, **results})
 
 

@@ -110,10 +110,14 @@ def test_a_store_is_listed_summed_up_and_tidied(tmp_path, source):
     farandole("data", "prepare", source, "--to", store, "--csv", "delimiter=;")
     (store / "runs" / "r1").mkdir(parents=True)
     (store / "runs" / "r1" / "checkpoint").write_bytes(b"x" * 2048)
+    (store / "runs" / "r2" / "logs").mkdir(parents=True)
+    for name in ("checkpoint", "logs/events"):
+        (store / "runs" / "r2" / name).write_bytes(b"xyz")
     assert farandole("store", "ls", store).split()[-1] == "runs/"
     sums = [json.loads(line) for line in farandole("store", "du", store, "--json").splitlines()]
     told = {one["path"]: (one["bytes"], one["note"]) for one in sums}
     assert told["runs/r1/"] == (2048, "")
+    assert told["runs/r2/"] == (6, "")
     assert told["intermediate_train_data.0/"][1] == "complete"
     assert told["total"][0] == sum(size for path, (size, _) in told.items() if path != "total")
     assert farandole("store", "gc", store) == ""
@@ -129,8 +133,8 @@ def test_a_store_is_listed_summed_up_and_tidied(tmp_path, source):
 
 def test_a_store_is_tidied_by_size(tmp_path, source):
     store = tmp_path / "store"
-    for seed in ("1", "2"):
-        farandole("data", "prepare", source, "--to", store, "--csv", "delimiter=;", "--seed", seed)
+    for kind in ("float32", "float64"):
+        farandole("data", "prepare", source, "--to", store, "--csv", "delimiter=;", "--type", f"x={kind}")
     first, second = sorted(store.iterdir())
     old = time.time() - 3600
     for file in first.iterdir():

@@ -5,18 +5,24 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from farandole.data import ParquetLoader, frame_loader, prepare_data
+from farandole.data import Nested, Pad, ParquetLoader, frame_loader, prepare_data
 from farandole.data.loaders.frames import _expect, _remove
 
 ROWS = 500
@@ -123,3 +129,163 @@ def test_rows_that_executors_of_other_hosts_keep_for_themselves_are_an_error(tmp
     with pytest.raises(ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"):
         _expect(9, 4, tmp_path)
     _expect(9, 9, tmp_path)
+
+
+def mixed():
+    """Columns of every kind that a batch of numbers cannot hold."""
+    return pa.table(
+        {
+            "id": range(3),
+            "pair": [[1, 2]] * 3,
+            "word": ["a", "b", "c"],
+            "blob": [b"x"] * 3,
+            "tokens": [[1], [1, 2], []],
+            "point": [{"x": 1}] * 3,
+            "deep": [[[1.0]]] * 3,
+            "tags": [["a"]] * 3,
+        }
+    )
+
+
+LEFT = (
+    "word (texts), blob (bytes), tokens (lists of int64 of different lengths), "
+    'point (Struct("x": Int64)), deep (List(List(Float64'
+)
+
+
+@pytest.mark.parametrize("kind", ["frame", "files"])
+def test_columns_that_are_left_out_are_named_once_with_their_types(tmp_path, caplog, kind):
+    pq.write_table(mixed(), tmp_path / "rows.parquet")
+
+    def made(columns=None, **options):
+        if kind == "frame":
+            return frame_loader(mixed(), 3, columns, cache=tmp_path / "cache", **options)
+        return ParquetLoader(tmp_path / "rows.parquet", 3, columns, **options)
+
+    with caplog.at_level(logging.WARNING):
+        loader = made()
+        for _ in range(2):
+            assert set(next(iter(pickle.loads(pickle.dumps(loader))))) == {"id", "pair"}
+            assert set(next(iter(loader))) == {"id", "pair"}
+    (told,) = caplog.messages
+    assert told.startswith("frame_loader: " if kind == "frame" else f"file://{tmp_path}: ")
+    assert f"cannot hold these columns, which are left out: {LEFT}" in told
+    assert "tags (a list of utf8)" in told
+    assert "Pad lists of different lengths with ragged={...: Pad()} of frame_loader or prepare_data; name texts" in told
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        made(["id", "word"])
+        made(rank=1, size=2)
+    assert not caplog.messages, "the columns are chosen, and rank 0 has told"
+    for column, expected in (
+        ("tokens", "column tokens cannot be read into batches: its rows have different lengths: pad lists"),
+        ("point", r"column point cannot be read into batches: it is Struct.*: turn nested and other values into"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            made(["id", column])
+
+
+def test_run_ends_are_read_as_the_values_that_they_stand_for(tmp_path):
+    runs = pc.run_end_encode(pa.array([1.5, 1.5, None, 2.5]))
+    frame = pa.table({"id": range(4), "level": runs, "word": pc.run_end_encode(pa.array(["a", "a", "b", "b"]))})
+    loader = frame_loader(
+        frame, 4, ["id", "level", "word"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False
+    )
+    (batch,) = loader
+    assert batch["level"].tolist() == [1.5, 1.5, 0, 2.5]
+    assert batch["word"].tolist() == ["a", "a", "b", "b"]
+    (batch,) = frame_loader(frame.slice(1, 2), 4, ["level"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False)
+    assert batch["level"].tolist() == [1.5, 0]
+    data = prepare_data(frame, tmp_path / "store", categories=["word"], fill={"level": 0})
+    (batch,) = ParquetLoader(data.train_url, 4, shuffle=False)
+    assert batch["word"].tolist() == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("columns", [None, ["id", "age"]])
+def test_a_column_that_parquet_cannot_hold_is_named(tmp_path, columns):
+    frame = pa.table({"id": range(2), "age": pa.array([pa.MonthDayNano([1, 2, 3])] * 2)})
+    told = r"column 'age' of the frame is month_day_nano_interval, which Parquet cannot hold: cast it to numbers or"
+    with pytest.raises(ValueError, match=told):
+        frame_loader(frame, 2, columns, cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("source", ["frame", "files"])
+@pytest.mark.parametrize(("pad", "widths"), [(Pad(-1), {9}), (Pad(-1, buckets=3), {3, 6, 9}), (Pad(-1, 4), {4})])
+def test_lists_of_rows_that_were_not_prepared_are_padded(tmp_path, framework, source, pad, widths):
+    random = np.random.default_rng(0)
+    rows = [random.integers(1, 50, row % 10).tolist() for row in range(300)]
+    frame = pa.table({"id": range(300), "tokens": pa.array(rows, pa.list_(pa.int32()))})
+    if source == "files":
+        pq.write_table(frame, tmp_path / "rows.parquet", row_group_size=70)
+        frame = tmp_path / "rows.parquet"
+    loader = frame_loader(frame, 2, cache=tmp_path / "cache", ragged={"tokens": pad}, framework=framework)
+    assert loader.columns == ["id", "tokens"]
+    seen = {}
+    for batch in pickle.loads(pickle.dumps(loader)):
+        assert str(batch["tokens"].dtype).endswith("int32")
+        width = batch["tokens"].shape[1]
+        assert width in widths
+        for key, values in zip(batch["id"].tolist(), batch["tokens"].tolist(), strict=True):
+            seen[key] = width
+            assert values == (rows[key] + [-1] * width)[:width]
+    assert set(seen) == set(range(300))
+    assert set(seen.values()) == widths
+
+
+def test_lists_of_rows_that_were_not_prepared_become_nested_tensors(tmp_path):
+    rows = [[1.0], None, [], [2.0, 3.0]]
+    loader = frame_loader(
+        pa.table({"x": rows}), 4, cache=tmp_path, ragged={"x": Nested()}, framework="torch", shuffle=False
+    )
+    (batch,) = loader
+    assert [row.tolist() for row in batch["x"].unbind()] == [[1], [], [], [2, 3]]
+
+
+def test_ragged_columns_that_cannot_be_are_refused(tmp_path):
+    frame = pa.table({"id": range(2), "word": ["a", "b"], "tokens": [[1], [1, 2]]})
+    for options, kind, told in (
+        ({"ragged": {"age": Pad()}}, ValueError, "ragged names a column that is not read: 'age'; read: id, word, tokens"),
+        ({"ragged": {"tokens": Pad()}, "columns": ["id"]}, ValueError, "not read: 'tokens'; read: id"),
+        ({"ragged": {"word": Pad()}}, ValueError, "column 'word' is string: ragged columns are lists of numbers"),
+        ({"ragged": {"tokens": 5}}, TypeError, "ragged must be a dict of Pad or Nested by column: 'tokens' is 5"),
+    ):
+        with pytest.raises(kind, match=told):
+            frame_loader(frame, 2, cache=tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+CONTINUE = """
+import json, pickle, sys
+from farandole.data import frame_loader
+
+kind, place, state, cache = sys.argv[1:]
+if kind == "copy":
+    with open(place, "rb") as file:
+        loader = pickle.load(file)
+else:
+    loader = frame_loader(place, 30, ["id"], cache=cache, seed=5)
+loader.load_state_dict(json.loads(state))
+for _ in range(2):
+    print(json.dumps([row for batch in loader for row in batch["id"].tolist()]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["copy", "new loader"])
+def test_another_process_continues_in_the_middle_of_an_epoch(tmp_path, kind):
+    pq.write_table(table(), tmp_path / "rows.parquet")
+    loader = frame_loader(tmp_path / "rows.parquet", 30, ["id"], cache=tmp_path / "cache", seed=5)
+    first = ids(loader)
+    epoch = iter(loader)
+    begun = [row for _ in range(4) for row in next(epoch)["id"].tolist()]
+    state = json.dumps(loader.state_dict())
+    expected = [[row for batch in epoch for row in batch["id"].tolist()], ids(loader)]
+    place = tmp_path / ("loader.pickle" if kind == "copy" else "rows.parquet")
+    if kind == "copy":
+        place.write_bytes(pickle.dumps(loader))
+    command = [sys.executable, "-c", CONTINUE, kind, str(place), state, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    assert sorted(begun + expected[0]) == list(range(ROWS))
+    assert begun != first[: len(begun)]

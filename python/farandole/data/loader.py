@@ -17,11 +17,14 @@ from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.learning import encoding_at
 from farandole.data.memory import directory_for
+from farandole.data.omitted import advised, tell
 from farandole.data.transform import Transform
 from farandole.data.turns import Piece, Place, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from farandole.data.ragged import Ragged
 
 BYTE_BUDGET = 512 << 20
 """Bytes that one loader holds, by default."""
@@ -71,8 +74,9 @@ class ParquetLoader(BaseDataLoader):
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one file, a pattern such
                 as `/data/2024-*/*.parquet`, or a list of files, directories and patterns; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
-            columns: Columns to read; default: all numbers, and vectors of one length. Columns of strings and bytes
-                are read if they are named: as NumPy arrays of objects, and by a `transformation_fn`.
+            columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a warning that names
+                the others. Columns of strings and bytes are read if they are named: as NumPy arrays of objects, and by
+                a `transformation_fn`.
             shuffle: Whether rows come in random order, or in the order of the files. Without it, every rank reads all
                 files.
             seed: Of the shuffle; the same on every rank.
@@ -139,19 +143,32 @@ class ParquetLoader(BaseDataLoader):
 
             StorageOptions((self._paths,) if isinstance(self._paths, str) else tuple(self._paths), storage_options)
         self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")
+        if columns is None and self.rank == 0:
+            tell(self.dataset, set(self.columns), self._what())
+
+    def _what(self) -> str:
+        """Returns the rows, in words."""
+        return self.dataset.url
+
+    def _lists(self) -> dict[str, Ragged]:
+        """Returns the columns of lists of different lengths, as they are stored."""
+        encoding = encoding_at(self.dataset.url) if self.dataset.prepared else None
+        return {} if encoding is None else dict(encoding.ragged)
 
     def _open(self, given: str | Sequence[str] | Dataset) -> None:
         self.dataset = given if isinstance(given, Dataset) else open_dataset(given)
         self._convert = converter(self.framework)
         self._wrap = wrapper(self.framework)
-        encoding = encoding_at(self.dataset.url) if self.dataset.prepared else None
-        self._ragged = {} if encoding is None else dict(encoding.ragged)
+        self._ragged = self._lists()
         if self._columns is None and self._ragged:
             stored = self.dataset.columns
             self._columns = [one.name for one in stored if one.dtype not in TEXTS or one.name in self._ragged]
         if self._columns is not None:
             self._ragged = {name: self._ragged[name] for name in self._columns if name in self._ragged}
-        self._reader = self._make_reader(self.rank, self.size)
+        try:
+            self._reader = self._make_reader(self.rank, self.size)
+        except ValueError as error:
+            raise advised(error) from None
         self._fields = self._reader.columns
         if self._ragged and self._transform is not None:
             raise ValueError(f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs import files as found_files
 from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark
+from farandole.data.inputs.runs import decoded
 from farandole.data.inputs.tables import iceberg_at
 from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
 
@@ -76,12 +77,12 @@ def open_source(
     iceberg = iceberg_at(source)
     found = None if iceberg is not None else listed(source, format, types, options)
     if found is not None:
-        return _fragments(*found)
+        return decoded(_fragments(*found))
     if is_arrow_dataset(source):
-        return _dataset(source)
+        return decoded(_dataset(source))
     opened = frame_source(source if iceberg is None else iceberg)
     if opened is not None:
-        return opened
+        return decoded(opened)
     kind = type(source)
     if is_spark(source):
         raise TypeError(

@@ -11,19 +11,27 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from farandole.data.inputs.frames import is_spark
 from farandole.data.loader import ParquetLoader
+from farandole.data.ragged import Nested, Pad, element
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+    from farandole.data.ragged import Ragged
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 GROUP_ROWS = 16384
 """Rows of a row group that is written here."""
+_ANY = 1 << 40
+"""Length of a list that none reaches, for lists that are kept whole."""
 
 
 def frame_loader(
@@ -32,6 +40,7 @@ def frame_loader(
     columns: Sequence[str] | None = None,
     *,
     cache: str | os.PathLike[str] | None = None,
+    ragged: Mapping[str, Pad | Nested] | None = None,
     **options: Any,
 ) -> ParquetLoader:
     """Returns a loader of the rows of a frame.
@@ -42,26 +51,29 @@ def frame_loader(
     Args:
         frame: A Spark DataFrame, which its executors write, or any source of `farandole.data.prepare_data`.
         batch_size: Rows of one batch of each rank.
-        columns: Which columns; default: all that a batch can hold.
+        columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names the others.
         cache: The directory for the rows, which all processes that read or write them must see; default: the one for
             temporary files. A path or a `file://` URL.
+        ragged: What becomes of columns of lists of different lengths, as for `prepare_data`:
+            `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes nested tensors.
         options: Of `ParquetLoader`.
 
     Raises:
-        ValueError: A column that the frame does not have or has twice, a frame without rows, a URL of a remote store
-            as `cache`, or executors on other hosts that write to a disk of their own.
-        TypeError: A frame that holds no rows.
+        ValueError: A column that the frame does not have or has twice, or of a type that Parquet cannot hold; ragged
+            columns that are no lists of numbers; a frame without rows, a URL of a remote store as `cache`, or
+            executors on other hosts that write to a disk of their own.
+        TypeError: A frame that holds no rows, or a ragged column that is neither `Pad` nor `Nested`.
     """
+    wanted = dict(ragged or {})
     directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     try:
         if is_spark(frame):
-            _check(columns, frame.columns)
+            _check(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(_quoted, columns))
-            rows = _write_from_executors(chosen, directory)
+            rows, lists = _write_from_executors(chosen, directory, wanted)
         else:
-            rows = None
-            _write(frame, columns, directory)
-        loader = ParquetLoader(directory, batch_size, columns, **options)
+            rows, lists = None, _write(frame, columns, directory, wanted)
+        loader = _FrameLoader(directory, batch_size, columns, lists, **options)
         if rows is not None:
             _expect(rows, loader.dataset.rows, directory)
     except BaseException:
@@ -69,6 +81,27 @@ def frame_loader(
         raise
     weakref.finalize(loader, _remove, directory, os.getpid())
     return loader
+
+
+class _FrameLoader(ParquetLoader):
+    """A loader of rows that `frame_loader` has written."""
+
+    def __init__(
+        self,
+        directory: Path,
+        batch_size: int,
+        columns: Sequence[str] | None,
+        lists: Mapping[str, Ragged],
+        **options: Any,
+    ) -> None:
+        self._stored = dict(lists)
+        super().__init__(directory, batch_size, columns, **options)
+
+    def _what(self) -> str:
+        return "frame_loader"
+
+    def _lists(self) -> dict[str, Ragged]:
+        return dict(self._stored)
 
 
 def _directory(cache: str | os.PathLike[str] | None) -> Path:
@@ -85,17 +118,59 @@ def _directory(cache: str | os.PathLike[str] | None) -> Path:
     return Path(unquote(parts.path))
 
 
-def _write_from_executors(frame: Any, directory: Path) -> int:
-    """Lets Spark write the rows, and returns their number."""
-    from pyspark.sql import Observation, functions  # noqa: PLC0415 - only where there is Spark
+def _write_from_executors(
+    frame: Any, directory: Path, wanted: Mapping[str, Pad | Nested]
+) -> tuple[int, dict[str, Ragged]]:
+    """Lets Spark write the rows, and returns their number and their ragged columns."""
+    from pyspark.sql import Observation, functions, types  # noqa: PLC0415 - only where there is Spark
 
     seen = Observation()
-    counted = frame.observe(seen, functions.count(functions.lit(1)).alias("rows"))
+    longest = [
+        functions.max(functions.size(functions.col(_quoted(name)))).alias(f"longest {number}")
+        for number, name in enumerate(wanted)
+    ]
+    kinds = _elements(frame.limit(0).toArrow().schema, wanted) if wanted else {}
+    counted = frame.observe(seen, functions.count(functions.lit(1)).alias("rows"), *longest)
+    if wanted:
+        stored = types.StructType(
+            [
+                types.StructField(field.name, types.BinaryType() if field.name in wanted else field.dataType)
+                for field in frame.schema
+            ]
+        )
+        counted = counted.mapInArrow(partial(_stored, lists=_kept(wanted, kinds)), stored)
     counted.write.parquet(directory.absolute().as_uri())
-    rows = seen.get["rows"]
+    told = seen.get
     if not any(directory.glob("*.parquet")):
-        _expect(rows, 0, directory)
-    return rows
+        _expect(told["rows"], 0, directory)
+    lengths = [max(1, told[f"longest {number}"] or 0) for number in range(len(wanted))]
+    known = zip(wanted.items(), lengths, strict=True)
+    return told["rows"], {name: one.known(kinds[name], length) for (name, one), length in known}
+
+
+def _elements(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str, str]:
+    """Returns the type of the values in each ragged column."""
+    for name, one in wanted.items():
+        if not isinstance(one, Pad | Nested):
+            raise TypeError(f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}")
+    return {name: element(schema.field(name).type, name) for name in wanted}
+
+
+def _kept(wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]) -> dict[str, Ragged]:
+    """Returns ragged columns as they are written, before the length of the longest row is known."""
+    return {name: one.known(kinds[name], _ANY) for name, one in wanted.items()}
+
+
+def _stored(batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]) -> Iterator[pa.RecordBatch]:
+    """Record batches whose ragged columns are the bytes of each row's values."""
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+    for batch in batches:
+        columns = [
+            lists[name].stored(column, name).cast(pa.binary()) if name in lists else column
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _expect(written: int, found: int, directory: Path) -> None:
@@ -106,7 +181,7 @@ def _expect(written: int, found: int, directory: Path) -> None:
         )
 
 
-def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:
+def _check(columns: Sequence[str] | None, present: Sequence[str], wanted: Iterable[str]) -> None:
     lacking = [name for name in columns or () if name not in present]
     if lacking:
         raise ValueError(f"the frame has no column {lacking[0]!r}: {', '.join(present)}")
@@ -114,6 +189,9 @@ def _check(columns: Sequence[str] | None, present: Sequence[str]) -> None:
     twice = [name for name in columns or present if counts[name] > 1]
     if twice:
         raise ValueError(f"the frame has more than one column {twice[0]!r}: rename them")
+    strange = [name for name in wanted if name not in (columns or present)]
+    if strange:
+        raise ValueError(f"ragged names a column that is not read: {strange[0]!r}; read: {', '.join(columns or present)}")
 
 
 def _quoted(name: str) -> str:
@@ -121,15 +199,20 @@ def _quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def _write(frame: Any, columns: Sequence[str] | None, directory: Path) -> None:
+def _write(
+    frame: Any, columns: Sequence[str] | None, directory: Path, wanted: Mapping[str, Pad | Nested]
+) -> dict[str, Ragged]:
+    """Writes the rows, and returns their ragged columns."""
     from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     source = open_source(frame)
     names = source.schema.names if columns is None else list(columns)
-    _check(names, source.schema.names)
+    _check(names, source.schema.names, wanted)
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.parquet as pq  # noqa: PLC0415
 
+    kinds = _elements(source.schema, wanted)
+    kept, longest = _kept(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir(parents=True)
     writer = None
     try:
@@ -137,13 +220,36 @@ def _write(frame: Any, columns: Sequence[str] | None, directory: Path) -> None:
             for batch in unit.batches():
                 if not batch.num_rows:
                     continue
-                writer = writer or pq.ParquetWriter(directory / "rows.parquet", batch.schema, compression="none")
-                writer.write_table(pa.Table.from_batches([batch]), row_group_size=GROUP_ROWS)
+                for name, one in kept.items():
+                    longest[name] = max(longest[name], int(one.lengths_of_arrow(batch.column(name)).max()))
+                (stored,) = _stored([batch], kept) if kept else [batch]
+                try:
+                    writer = writer or pq.ParquetWriter(directory / "rows.parquet", stored.schema, compression="none")
+                    writer.write_table(pa.Table.from_batches([stored]), row_group_size=GROUP_ROWS)
+                except pa.ArrowException as error:
+                    raise _refused(stored, error) from error
     finally:
         if writer is not None:
             writer.close()
     if writer is None:
         raise ValueError("the frame has no rows")
+    return {name: one.known(kinds[name], longest[name]) for name, one in wanted.items()}
+
+
+def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
+    """Returns the error for rows that cannot be written, which names the first column that cannot."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
+
+    for name in batch.schema.names:
+        try:
+            pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())
+        except pa.ArrowException as why:
+            return ValueError(
+                f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet cannot hold: cast it to "
+                f"numbers or strings, or leave it out of columns=[...] ({why})"
+            )
+    return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 
 
 def _remove(directory: Path, process: int) -> None:

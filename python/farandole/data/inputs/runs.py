@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Run-end-encoded columns, which are read as the values that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.inputs.units import Source, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+
+def decoded(source: Source) -> Source:
+    """Returns the source with plain columns instead of run-end-encoded ones.
+
+    Args:
+        source: As it was opened.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+    if not any(pa.types.is_run_end_encoded(field.type) for field in source.schema):
+        return source
+
+    def units(columns: list[str]) -> list[Unit]:
+        return [replace(unit, batches=_Plain(unit)) for unit in source.units(columns)]
+
+    return replace(source, schema=_plain(source.schema), units=units)
+
+
+class _Plain:
+    """The record batches of a unit, decoded."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa  # noqa: PLC0415 - as above
+        import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+        compute: Any = pc
+        for batch in self._unit.batches():
+            columns = [
+                compute.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column
+                for column in batch.columns
+            ]
+            yield pa.RecordBatch.from_arrays(columns, schema=_plain(batch.schema))
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    fields: list[Any] = [
+        field.with_type(field.type.value_type) if pa.types.is_run_end_encoded(field.type) else field for field in schema
+    ]
+    return pa.schema(fields, metadata=schema.metadata)
