@@ -188,9 +188,7 @@ def test_columns_that_are_left_out_are_named_once_with_their_types(tmp_path, cap
 def test_run_ends_are_read_as_the_values_that_they_stand_for(tmp_path):
     runs = pc.run_end_encode(pa.array([1.5, 1.5, None, 2.5]))
     frame = pa.table({"id": range(4), "level": runs, "word": pc.run_end_encode(pa.array(["a", "a", "b", "b"]))})
-    loader = frame_loader(
-        frame, 4, ["id", "level", "word"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False
-    )
+    loader = frame_loader(frame, 4, ["id", "level", "word"], cache=tmp_path / "cache", fill={"level": 0}, shuffle=False)
     (batch,) = loader
     assert batch["level"].tolist() == [1.5, 1.5, 0, 2.5]
     assert batch["word"].tolist() == ["a", "a", "b", "b"]
@@ -246,7 +244,11 @@ def test_lists_of_rows_that_were_not_prepared_become_nested_tensors(tmp_path):
 def test_ragged_columns_that_cannot_be_are_refused(tmp_path):
     frame = pa.table({"id": range(2), "word": ["a", "b"], "tokens": [[1], [1, 2]]})
     for options, kind, told in (
-        ({"ragged": {"age": Pad()}}, ValueError, "ragged names a column that is not read: 'age'; read: id, word, tokens"),
+        (
+            {"ragged": {"age": Pad()}},
+            ValueError,
+            "ragged names a column that is not read: 'age'; read: id, word, tokens",
+        ),
         ({"ragged": {"tokens": Pad()}, "columns": ["id"]}, ValueError, "not read: 'tokens'; read: id"),
         ({"ragged": {"word": Pad()}}, ValueError, "column 'word' is string: ragged columns are lists of numbers"),
         ({"ragged": {"tokens": 5}}, TypeError, "ragged must be a dict of Pad or Nested by column: 'tokens' is 5"),

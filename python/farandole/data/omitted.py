@@ -33,7 +33,9 @@ def tell(dataset: Dataset, read: Container[str], what: str) -> None:
         read: Columns that are read.
         what: The rows, in words.
     """
-    left = {field.name: _reason(dataset, field.name, field.dtype) for field in dataset.columns if field.name not in read}
+    left = {
+        field.name: _reason(dataset, field.name, field.dtype) for field in dataset.columns if field.name not in read
+    }
     if not left:
         return
     kinds = [f"{name} ({told})" for name, (_, told) in left.items()]

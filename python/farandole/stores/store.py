@@ -246,8 +246,7 @@ class AbstractFilesystemStore(Store):
         """
         if older_than is None and larger_than is None:
             raise ValueError("gc needs a limit: pass older_than=, larger_than= or both")
-        known = older_than is None or isinstance(older_than, (int, float))
-        age = older_than if known else older_than.total_seconds()
+        age = older_than if older_than is None or isinstance(older_than, (int, float)) else older_than.total_seconds()
         return [path for path, _, _ in native.Store(self.prefix_path).sweep(age, larger_than)]
 
     def __repr__(self) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.units import Source, Unit
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pyarrow as pa
+
+    from farandole.data.inputs.units import Source, Unit
 
 
 def decoded(source: Source) -> Source:

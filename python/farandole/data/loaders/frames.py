@@ -191,7 +191,9 @@ def _check(columns: Sequence[str] | None, present: Sequence[str], wanted: Iterab
         raise ValueError(f"the frame has more than one column {twice[0]!r}: rename them")
     strange = [name for name in wanted if name not in (columns or present)]
     if strange:
-        raise ValueError(f"ragged names a column that is not read: {strange[0]!r}; read: {', '.join(columns or present)}")
+        raise ValueError(
+            f"ragged names a column that is not read: {strange[0]!r}; read: {', '.join(columns or present)}"
+        )
 
 
 def _quoted(name: str) -> str:
@@ -246,8 +248,8 @@ def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
             pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())
         except pa.ArrowException as why:
             return ValueError(
-                f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet cannot hold: cast it to "
-                f"numbers or strings, or leave it out of columns=[...] ({why})"
+                f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet cannot hold: cast "
+                f"it to numbers or strings, or leave it out of columns=[...] ({why})"
             )
     return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 

@@ -107,7 +107,7 @@ class EstimatorParams(Parameters):
         default=None,
     )
     gc_larger_than: Parameter[str | int] = Parameter(
-        "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, data in use included, "
+        "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, with data in use, "
         "takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
         check.optional(values.size),
         default=None,
