@@ -314,3 +314,11 @@ def test_statistics_and_loaders_of_a_frame_are_made_on_executors(spark, tmp_path
         frame_loader(rows, 30, ["age"], cache=tmp_path / "cache")
     del loader
     assert not list((tmp_path / "cache").iterdir())
+    lists = rows.selectExpr("id", "kind", "slice(array(id, 1, 2, 3), 1, cast(id % 5 as int)) as tokens")
+    loader = frame_loader(lists, 30, cache=tmp_path / "cache", ragged={"tokens": Pad(-1, buckets=2)}, shuffle=False)
+    found = {
+        key: values
+        for batch in loader
+        for key, values in zip(batch["id"].tolist(), batch["tokens"].tolist(), strict=True)
+    }
+    assert found == {key: ([key, 1, 2, 3][: key % 5] + [-1] * 4)[:4] for key in range(100)}

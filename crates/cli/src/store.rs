@@ -183,8 +183,10 @@ fn age(text: &str) -> Result<Duration> {
 }
 
 fn bytes(text: &str) -> Result<u64> {
-    let binary = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)].map(|(unit, shift)| (unit, 1_u64 << shift));
-    let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)].map(|(unit, power)| (unit, 1000_u64.pow(power)));
+    let binary =
+        [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)].map(|(unit, shift)| (unit, 1_u64 << shift));
+    let decimal =
+        [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)].map(|(unit, power)| (unit, 1000_u64.pow(power)));
     let units = binary.into_iter().chain(decimal).chain([("B", 1)]);
     let unit = units.into_iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, bytes)));
     let (digits, unit) = unit.with_context(|| format!("a size needs a unit, such as 20GiB: {text}"))?;

@@ -81,7 +81,8 @@ pub fn stale(store: &Store, limits: Limits, now: SystemTime) -> Result<Vec<Swept
         }
     }
     // Plans have no lease and next to no size: they go by age alone.
-    for item in store.look(PLANS)?.into_iter().filter(|item| item.is_directory && limits.older_than.is_some()) {
+    for item in store.look(PLANS)?.into_iter().filter(|item| item.is_directory && limits.older_than.is_some())
+    {
         let (plan, newest) = measure(store, format!("{PLANS}/{}", item.name), now)?;
         if old(newest.unwrap_or(SystemTime::UNIX_EPOCH)) {
             found.push(plan);
